@@ -31,7 +31,7 @@ from offbeat.actor.single_turns import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
 from offbeat.common.models.images import ImageReader
-from offbeat.common.processes.readiness import tell_ready
+from offbeat.common.processes.readiness import report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config, max_episode_tokens
@@ -133,7 +133,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                 images=images,
                 records_experts=config.loss.routing_replay == "sampled",
             )
-        tell_ready()
+        report_ready()
         info = engine.info
         logger.info(
             "engine ready: %s %s, %s on %s, %d tokens", *(info.name, info.version), info.dtype, info.device, info.max_model_len

@@ -26,7 +26,7 @@ from offbeat.learner.leases import data_rows
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.log_reading import Gap, read_history
 from offbeat.learner.leases.log_records import LogDamagedError, Position
-from offbeat.learner.leases.prompt_stream import Turn
+from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.learner.training import checkpoints
 
 CONSTANT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -47,7 +47,7 @@ class Check(NamedTuple):
 class AuditedLease(msgspec.Struct):
     """The course of one lease, as the log tells it."""
 
-    turn: Turn
+    turn: PromptTurn
     actor: str
     is_accepted: bool = False
     end: str = ""
@@ -60,14 +60,14 @@ class Lost(NamedTuple):
     """Leases and prompts whose events were destroyed on purpose; their flaws are no violations."""
 
     lease_ids: frozenset[int]
-    turns: frozenset[Turn]
+    turns: frozenset[PromptTurn]
     num_batches: int
 
     @classmethod
     def of(cls, events: Iterable[LeaseEvent]) -> "Lost":
         """Collect the leases, turns and batches of these events."""
         lease_ids: set[int] = set()
-        turns: set[Turn] = set()
+        turns: set[PromptTurn] = set()
         num_batches = 0
         for event in events:
             match event:
@@ -76,7 +76,7 @@ class Lost(NamedTuple):
                     num_batches += 1
                 case Granted():
                     lease_ids.add(event.lease_id)
-                    turns.add(Turn(event.prompt_id, event.epoch))
+                    turns.add(PromptTurn(event.prompt_id, event.epoch))
                 case Accepted() | Dropped() | Expired():
                     lease_ids.add(event.lease_id)
         return cls(frozenset(lease_ids), frozenset(turns), num_batches)
@@ -95,7 +95,7 @@ class LogAudit:
         self.leases: dict[int, AuditedLease] = {}
         self.batches: list[Trained] = []
         """Batches that are in the weights. A restart from an older checkpoint removes the batches after it."""
-        self.turns: dict[Turn, list[int]] = {}
+        self.turns: dict[PromptTurn, list[int]] = {}
         """The leases of each prompt's turn, in order. Turns are in the order of their first lease."""
         self.epoch_sizes: dict[int, int] = {}
         """Number of prompts of each epoch, as its grants tell; logs of older programs do not."""
@@ -105,9 +105,9 @@ class LogAudit:
         self.lease_flaws: list[str] = []
         self.training_flaws: list[str] = []
         self.prompt_flaws: list[str] = []
-        self._waiting: dict[Turn, int] = {}
+        self._waiting: dict[PromptTurn, int] = {}
         """Turns that must be leased again, with their last lease, which ended without training."""
-        self._overtaken: dict[Turn, int] = {}
+        self._overtaken: dict[PromptTurn, int] = {}
         """The turns in `_waiting` that a new prompt has overtaken, with their last lease."""
         self._version: int | None = 0 if is_whole else None
         """Optimizer steps behind the weights; None until an event of a log without its beginning tells."""
@@ -175,7 +175,7 @@ class LogAudit:
                     self.leases[lease_id].end, self.leases[lease_id].is_final = "", False
 
     def _grant(self, event: Granted) -> None:
-        turn = Turn(event.prompt_id, event.epoch)
+        turn = PromptTurn(event.prompt_id, event.epoch)
         if event.epoch_size is not None:
             size = self.epoch_sizes.setdefault(event.epoch, event.epoch_size)
             if size != event.epoch_size:

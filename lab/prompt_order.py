@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.learner.leases.events import Accepted, Granted, LeaseEvent, Trained, Weighed
-from offbeat.learner.leases.prompt_stream import Turn, draws
+from offbeat.learner.leases.prompt_stream import PromptTurn, draws
 
 
 class PromptAudit:
@@ -54,7 +54,7 @@ class PromptOrder:
     """Reads the events of one run in order, and compares the first leases of turns with the order they should have."""
 
     def __init__(self) -> None:
-        self._turns: dict[Turn, Mapping[str, float]] = {}
+        self._turns: dict[PromptTurn, Mapping[str, float]] = {}
         """The shares in force at the first lease of each turn, in the order of these leases."""
         self._shares: Mapping[str, float] = {}
         self._tasks: dict[int, str] = {}
@@ -66,11 +66,11 @@ class PromptOrder:
             case Weighed():
                 self._shares = event.shares
             case Granted():
-                self._turns.setdefault(Turn(event.prompt_id, event.epoch), self._shares)
+                self._turns.setdefault(PromptTurn(event.prompt_id, event.epoch), self._shares)
                 if event.task:
                     self._tasks[event.prompt_id] = event.task
 
-    def compare(self, seed: int, sizes: Sequence[int], lost: Collection[Turn]) -> OrderFindings:
+    def compare(self, seed: int, sizes: Sequence[int], lost: Collection[PromptTurn]) -> OrderFindings:
         """Compare with the order of epochs of these sizes; the leases of `lost` turns were destroyed on purpose."""
         num_left_out: Counter[int] = Counter()
         due = _order(seed, sizes)
@@ -87,26 +87,26 @@ class PromptOrder:
                     return OrderFindings([_out_of_turn(turn, expected)], num_left_out)
                 num_left_out[expected.epoch] += 1
             else:
-                return OrderFindings([_out_of_turn(turn, Turn(-1, len(sizes)))], num_left_out)
+                return OrderFindings([_out_of_turn(turn, PromptTurn(-1, len(sizes)))], num_left_out)
         return OrderFindings([], num_left_out)
 
-    def _may_leave_out(self, turn: Turn, draw: float, shares: Mapping[str, float]) -> bool:
+    def _may_leave_out(self, turn: PromptTurn, draw: float, shares: Mapping[str, float]) -> bool:
         """Return whether the shares leave a turn out. A prompt that was never leased may be of any task."""
         task = self._tasks.get(turn.prompt_id)
         share = min(shares.values(), default=1.0) if task is None else shares.get(task, 1.0)
         return draw >= share
 
 
-def _out_of_turn(turn: Turn, due: Turn) -> str:
+def _out_of_turn(turn: PromptTurn, due: PromptTurn) -> str:
     return (
         f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of prompt {due.prompt_id} of "
         f"epoch {due.epoch}"
     )
 
 
-def _order(seed: int, sizes: Sequence[int]) -> Iterable[tuple[Turn, float]]:
+def _order(seed: int, sizes: Sequence[int]) -> Iterable[tuple[PromptTurn, float]]:
     """Yield each turn with the number that is compared with its task's share."""
     for epoch, size in enumerate(sizes):
         chosen = draws(seed, epoch, size)
         for prompt_id in np.random.default_rng([seed, epoch]).permutation(size).tolist():
-            yield Turn(prompt_id, epoch), float(chosen[prompt_id])
+            yield PromptTurn(prompt_id, epoch), float(chosen[prompt_id])

@@ -14,7 +14,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import keys_of_learner
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.leases.ledger import LedgerCounts
-from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.protocols.addresses import address_file, host_of, reachable
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.connection_limits import FILES_PER_PEER

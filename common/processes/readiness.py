@@ -9,7 +9,7 @@ GPU_BYTES_VARIABLE = "OFFBEAT_GPU_BYTES"
 """Environment variable with the bytes of its GPU that a learner process takes at its start; set where actors share the GPU."""
 
 
-def tell_ready() -> None:
+def report_ready() -> None:
     """Make the file that the launcher waits for before it starts the next process on the same GPU."""
     if READY_VARIABLE in os.environ:
         Path(os.environ[READY_VARIABLE]).touch()

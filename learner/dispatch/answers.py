@@ -8,7 +8,7 @@ from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import EvaluationLeases, LeaseDesk
 from offbeat.learner.dispatch.reports import Rejections, RepeatedEvents, report
 from offbeat.learner.dispatch.roster import Member
-from offbeat.learner.dispatch.run_state import Failures, Versions
+from offbeat.learner.dispatch.run_state import LeaseFailures, Versions
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.groups import ExpertLimits, Limits, expert_flaw, flaw
 from offbeat.learner.leases.log_records import LogFullError
@@ -66,7 +66,7 @@ class Answers:
         desk: LeaseDesk,
         buffer: GroupBuffer,
         evaluations: EvaluationLeases,
-        failures: Failures,
+        failures: LeaseFailures,
         rejections: Rejections,
         send_queue: SendQueue,
         record: Recorder,

@@ -31,7 +31,7 @@ from offbeat.learner.dispatch.lease_desk import EvaluationLeases, FinishEvaluati
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, LiveSettings, record_change
 from offbeat.learner.dispatch.quarantine import Quarantine, reason_to_dismiss
 from offbeat.learner.dispatch.roster import Member, MemberMessage, Mismatch, Roster
-from offbeat.learner.dispatch.run_state import Failures, Versions, within_budget
+from offbeat.learner.dispatch.run_state import LeaseFailures, Versions, within_budget
 from offbeat.learner.dispatch.send_queue import Outgoing, SendQueue
 from offbeat.learner.dispatch.status import FleetMeter, FleetUse, Status
 from offbeat.learner.dispatch.watchdog import Watchdog
@@ -131,7 +131,7 @@ class Dispatcher:
         self._stop_reason: str | None = None
         queue = self._send_queue = SendQueue()
         self._join_server = JoinServer(contract.join_payload, queue)
-        failures = self._failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
+        failures = self._failures = LeaseFailures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
         evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
         self._evaluations = evaluations
         scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from offbeat.common.records.rows import EpochRow, EventRow, GroupRow, Recorder
 from offbeat.learner.diagnostics.length_bias import BiasMonitor, ended_group
 from offbeat.learner.dispatch.reports import report
-from offbeat.learner.dispatch.run_state import Failures, Versions
+from offbeat.learner.dispatch.run_state import LeaseFailures, Versions
 from offbeat.learner.leases.events import Accepted, Dropped, Trained
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
@@ -39,7 +39,7 @@ class GroupBuffer:
         journal: LeaseJournal,
         scheduler: RolloutScheduler[Group],
         versions: Versions,
-        failures: Failures,
+        failures: LeaseFailures,
         record: Recorder,
         wake: Callable[[], None],
         *,

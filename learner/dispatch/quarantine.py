@@ -15,7 +15,7 @@ from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member, Mismatch, Roster
-from offbeat.learner.dispatch.run_state import Failures, RunFailedError
+from offbeat.learner.dispatch.run_state import LeaseFailures, RunFailedError
 
 MAX_MISMATCHES = 4
 """Wrong comparisons in a row of every actor after which the run ends."""
@@ -40,7 +40,7 @@ class Quarantine:
         roster: Roster,
         desk: LeaseDesk,
         buffer: GroupBuffer,
-        failures: Failures,
+        failures: LeaseFailures,
         settings: LiveSettings,
         record: Recorder,
     ) -> None:

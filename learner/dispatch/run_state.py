@@ -35,7 +35,7 @@ class RunFailedError(ServiceError):
     """The run cannot go on; the text says why and what to do."""
 
 
-class Failures:
+class LeaseFailures:
     """Owns both counts of failed leases, and the error that ends the run."""
 
     def __init__(self, max_lease_attempts: int, max_failed_leases: int, wake: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ class Failures:
 class JudgeBudget:
     """Adds up what the rows of actors tell. An actor's counts only grow; where they fall it was started again."""
 
-    def __init__(self, budget_tokens: int, failures: Failures, earlier: Iterable[Row | OtherRow] = ()) -> None:
+    def __init__(self, budget_tokens: int, failures: LeaseFailures, earlier: Iterable[Row | OtherRow] = ()) -> None:
         """`earlier` are the rows of the run's earlier learner processes."""
         self._budget_tokens = budget_tokens
         self._failures = failures
@@ -121,7 +121,7 @@ class JudgeBudget:
         self.spent_tokens += tokens - last if tokens >= last else tokens
 
 
-def within_budget(config: Config, failures: Failures, record: Recorder) -> Recorder:
+def within_budget(config: Config, failures: LeaseFailures, record: Recorder) -> Recorder:
     """Return the recorder of actors' rows for a run; without a budget the one that was given."""
     budget_tokens = config.judge.budget_tokens
     if not config.judge.url or budget_tokens is None:

@@ -10,7 +10,7 @@ from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.quarantine import doubt_of_learner
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member, Roster, described
-from offbeat.learner.dispatch.run_state import Failures, RunFailedError, Versions
+from offbeat.learner.dispatch.run_state import LeaseFailures, RunFailedError, Versions
 from offbeat.learner.leases.journal import LeaseJournal
 
 LATE_S = 45.0
@@ -116,7 +116,7 @@ class Watchdog:
         journal: LeaseJournal,
         versions: Versions,
         evaluations: EvaluationLeases,
-        failures: Failures,
+        failures: LeaseFailures,
         record: Recorder,
     ) -> None:
         self._settings = settings

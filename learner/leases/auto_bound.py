@@ -47,7 +47,7 @@ class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip: float
 
 
-class Decision(NamedTuple):
+class BoundDecision(NamedTuple):
     """A move of the bound."""
 
     max_staleness: int
@@ -85,7 +85,7 @@ class AutoBound:
         self._has_widened = False
         """The last move was a widening."""
 
-    def observe(self, step: StepRow, bounds: StalenessSection) -> Decision | None:
+    def observe(self, step: StepRow, bounds: StalenessSection) -> BoundDecision | None:
         """Add a step's row of metrics and return a move of the bound, within `least` and `hard_max_staleness`, or None."""
         self._learn_noise(step)
         measured = self._measure(step)
@@ -115,7 +115,7 @@ class AutoBound:
         self._num_steps = 0
         self._window.clear()
 
-    def _narrow(self, mean: Measured, largest_lag: float, bound: int) -> Decision | None:
+    def _narrow(self, mean: Measured, largest_lag: float, bound: int) -> BoundDecision | None:
         causes: list[str] = []
         if mean.kl > MAX_KL_DRIFT:
             causes.append(f"KL per token drifts by {mean.kl:.2g}, more than {MAX_KL_DRIFT:g}")
@@ -129,9 +129,9 @@ class AutoBound:
         self._wait_steps = 2 * max(self._wait_steps, WINDOW_STEPS) if self._has_widened else self._wait_steps
         self._has_widened = False
         reason = f"{' and '.join(causes)} (mean of {WINDOW_STEPS} steps; largest lag {largest_lag:g})"
-        return Decision(max(self._least, in_use // 2), reason)
+        return BoundDecision(max(self._least, in_use // 2), reason)
 
-    def _widen(self, mean: Measured, bound: int, hard_max_staleness: int) -> Decision | None:
+    def _widen(self, mean: Measured, bound: int, hard_max_staleness: int) -> BoundDecision | None:
         is_small = mean.kl < SMALL * MAX_KL_DRIFT and mean.clip < SMALL * MAX_CLIP_DRIFT
         wider = min(hard_max_staleness, bound + max(1, bound // 2))
         if not is_small or mean.lost <= MIN_LOST_SHARE or wider <= bound or self._num_steps < self._wait_steps:
@@ -139,7 +139,7 @@ class AutoBound:
         if self._has_widened:
             self._wait_steps = 0
         self._has_widened = True
-        return Decision(
+        return BoundDecision(
             wider,
             f"drift is small (KL {mean.kl:.2g} per token, clip fraction {mean.clip:.2g}; mean of {WINDOW_STEPS} steps), and "
             f"for {mean.lost:.0%} of the time the learner waited for what the bound kept actors from generating",

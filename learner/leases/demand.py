@@ -78,7 +78,7 @@ class Use(NamedTuple):
     """An actor is in quarantine, or the rollout log is full: the numbers say nothing about demand."""
 
 
-class Decision(NamedTuple):
+class DemandDecision(NamedTuple):
     """A move of the wanted number, or advice that the run needs something else than actors."""
 
     actors: int | None
@@ -112,7 +112,7 @@ class Demand:
         self.advice = ""
         """A change that the run needs instead of more actors; empty where it needs none."""
 
-    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> Decision | None:
+    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> DemandDecision | None:
         """Add a step and return a move of the `wanted` number, or new advice, or None.
 
         A moved number is taken to be in force from the next step on; a person may set another one at any time.
@@ -162,7 +162,7 @@ class Demand:
         self._awaited_since = None
         return False
 
-    def _weigh(self, wanted: int, scale: ScaleSection) -> Decision | None:
+    def _weigh(self, wanted: int, scale: ScaleSection) -> DemandDecision | None:
         """Return the decision on the newest steps."""
         mean = _mean(list(self._window)[-WINDOW_STEPS:])
         is_starved = mean.starved > STARVED
@@ -191,7 +191,7 @@ class Demand:
         self._forget_advice()
         return None
 
-    def _relieve(self, mean: "_Mean", wanted: int, most: int, others: float, scale: ScaleSection) -> Decision | None:
+    def _relieve(self, mean: "_Mean", wanted: int, most: int, others: float, scale: ScaleSection) -> DemandDecision | None:
         """Return the growth, or the advice, for a learner that starves while no lease slot is free."""
         starved = f"the learner starves {mean.starved:.0%} of its time, and no lease slot is free"
         if mean.waits > OUTSIDE:
@@ -217,7 +217,7 @@ class Demand:
             "bound", f"{starved}, but the bound admits no more leases: widen staleness.max_staleness; more actors will not help"
         )
 
-    def _undo_growth(self, mean: "_Mean", wanted: int, *, is_starved: bool) -> Decision | None:
+    def _undo_growth(self, mean: "_Mean", wanted: int, *, is_starved: bool) -> DemandDecision | None:
         """Take back a growth after which the learner starves as before: the actors may share what they are short of."""
         grown, self._grown_from = self._grown_from, None
         if grown is None or not is_starved or wanted < JUDGED_GROWTH * grown.actors:
@@ -228,7 +228,7 @@ class Demand:
         reason = f"{wanted} actors make a step no faster than {grown.actors}: {mean.step_s:.3g} s, before {grown.step_s:.3g} s"
         return self._move(grown.actors, reason)
 
-    def _shrink(self, target: int, wanted: int, reason: str) -> Decision | None:
+    def _shrink(self, target: int, wanted: int, reason: str) -> DemandDecision | None:
         too_few = self._remembered(self._too_few, MEMORY_STEPS)
         if too_few is not None:
             target = max(target, too_few + 1)
@@ -239,18 +239,18 @@ class Demand:
         """Return the number in a memory that is younger than this many steps."""
         return memory.actors if memory is not None and self._num_steps - memory.at_step < num_steps else None
 
-    def _move(self, actors: int, reason: str) -> Decision:
+    def _move(self, actors: int, reason: str) -> DemandDecision:
         self._window.clear()
         self._rest_until = self._now + 2 * self._start_s
         self._forget_advice()
-        return Decision(actors, reason)
+        return DemandDecision(actors, reason)
 
-    def _advise(self, kind: str, reason: str) -> Decision | None:
+    def _advise(self, kind: str, reason: str) -> DemandDecision | None:
         self.advice = reason
         if kind == self._advised:
             return None
         self._advised = kind
-        return Decision(None, reason)
+        return DemandDecision(None, reason)
 
     def _forget_advice(self) -> None:
         self._advised = self.advice = ""

@@ -18,7 +18,7 @@ DRAWS = 1
 """The last number of the seeds of `draws`, which keeps them apart from those of the permutations."""
 
 
-class Turn(NamedTuple):
+class PromptTurn(NamedTuple):
     """A prompt in its place in the order."""
 
     prompt_id: int
@@ -42,7 +42,7 @@ class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Number of prompts of the first pass."""
     seed: int
     position: int
-    returned: tuple[Turn, ...]
+    returned: tuple[PromptTurn, ...]
     """Turns given back and not served again yet, oldest first."""
     growths: tuple[Growth, ...] = ()
     """Additions to the data, in the order of their epochs."""
@@ -71,7 +71,7 @@ class PromptStream:
         self._sizes = [Growth(0, num_prompts), *growths]
         self._seed = seed
         self._position = position
-        self._returned: deque[Turn] = deque()
+        self._returned: deque[PromptTurn] = deque()
         self._left_out: Counter[int] = Counter()
         """Turns left out since `take_left_out`, by epoch."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(tasks))}
@@ -145,11 +145,11 @@ class PromptStream:
         self._shares = dict(shares)
         self._forget_epoch()
 
-    def peek(self) -> Turn:
+    def peek(self) -> PromptTurn:
         """Return the prompt to lease next, and leave it in its place."""
         return self._returned[0] if self._returned else self._turn_at(self._next_kept())
 
-    def next(self) -> Turn:
+    def next(self) -> PromptTurn:
         """Return the prompt to lease next, and move on."""
         if self._returned:
             return self._returned.popleft()
@@ -166,9 +166,9 @@ class PromptStream:
 
     def give_back(self, prompt_id: int, epoch: int) -> None:
         """Serve this prompt again before any new one, in the order in which prompts were given back."""
-        self._returned.append(Turn(prompt_id, epoch))
+        self._returned.append(PromptTurn(prompt_id, epoch))
 
-    def bring_forward(self, turn: Turn) -> bool:
+    def bring_forward(self, turn: PromptTurn) -> bool:
         """Serve this turn next, as a log with a gap asks; return False when the turn is over, or no turn of its epoch.
 
         Turns that were served in the gap are given back, and the shares in force decide which were.
@@ -206,13 +206,13 @@ class PromptStream:
                 return position + offset
             position += len(ahead)
 
-    def _pass_to(self, end: int) -> list[Turn]:
+    def _pass_to(self, end: int) -> list[PromptTurn]:
         """Move to a position, and return the turns before it that the shares keep; the others count as left out."""
-        kept: list[Turn] = []
+        kept: list[PromptTurn] = []
         while self._position < end:
             is_kept = self._is_kept_from(self._position)[: end - self._position]
             epoch, index = self._place(self._position)
-            kept += [Turn(prompt_id, epoch) for prompt_id in self._order[index : index + len(is_kept)][is_kept].tolist()]
+            kept += [PromptTurn(prompt_id, epoch) for prompt_id in self._order[index : index + len(is_kept)][is_kept].tolist()]
             if num_left_out := int(np.count_nonzero(~is_kept)):
                 self._left_out[epoch] += num_left_out
             self._position += len(is_kept)
@@ -236,9 +236,9 @@ class PromptStream:
         shares = np.array([self._shares.get(name, 1.0) for name in self._tasks])
         return draws(self._seed, epoch, len(order))[order] < shares[self._task_of[order]]
 
-    def _turn_at(self, position: int) -> Turn:
+    def _turn_at(self, position: int) -> PromptTurn:
         epoch, index = self._place(position)
-        return Turn(int(self._order[index]), epoch)
+        return PromptTurn(int(self._order[index]), epoch)
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(self.size_of(epoch))

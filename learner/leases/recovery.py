@@ -25,7 +25,7 @@ from offbeat.learner.leases.journal import DispatcherState, apply_event
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.prompts import Prompt
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _make_applicable(event: Granted | Accepted | Dropped | Expired, ledger: Ledg
         if before.group is not None:
             end = Dropped(at=event.at, lease_id=before.lease_id, reason=LOST, is_final=False)
         apply_event(end, ledger, stream)
-    return stream.bring_forward(Turn(event.prompt_id, event.epoch))
+    return stream.bring_forward(PromptTurn(event.prompt_id, event.epoch))
 
 
 def _refill(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.common.processes.environment import launcher_number, launcher_rank
-from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, tell_ready
+from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, report_ready
 from offbeat.common.weights.collectives import local_address
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -71,7 +71,7 @@ def _take_memory(device: torch.device) -> None:
     if num_bytes:
         # Freed at once, and kept by torch's allocator, which serves later tensors from it.
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    tell_ready()
+    report_ready()
 
 
 def gather_tensors(values: torch.Tensor, *, num_alike: int = 1) -> torch.Tensor:

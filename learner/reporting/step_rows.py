@@ -16,7 +16,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.leases.auto_bound import AutoBound
-from offbeat.learner.leases.demand import Decision, Demand, Use
+from offbeat.learner.leases.demand import Demand, DemandDecision, Use
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
@@ -114,7 +114,7 @@ class StepRows:
             return
         self._tune("staleness.max_staleness", decision.max_staleness, decision.reason)
 
-    def _weigh_demand(self, policy_version: int, seconds: Mapping[str, float], fleet: FleetUse) -> Decision | None:
+    def _weigh_demand(self, policy_version: int, seconds: Mapping[str, float], fleet: FleetUse) -> DemandDecision | None:
         """Return the decision on the number of actors that the batch brings."""
         settings = self._dispatcher.settings()
         policy = StalenessPolicy(settings.staleness, settings.train)
@@ -132,7 +132,7 @@ class StepRows:
         )
         return self._demand.observe(use, actors_wanted(settings), settings.scale)
 
-    def _scale(self, decision: Decision | None) -> None:
+    def _scale(self, decision: DemandDecision | None) -> None:
         if decision is None:
             return
         if decision.actors is None:

@@ -40,8 +40,8 @@ from offbeat.learner.restart.run_identity import (
     RunIdentity,
     read_identity,
     read_prompt_hashes,
+    report_changes,
     require_same_run,
-    tell_changes,
     write_identity,
 )
 from offbeat.learner.training import checkpoints
@@ -130,8 +130,8 @@ class OpenedFolder(NamedTuple):
 
     def report(self, record: Recorder) -> None:
         """Log and record what was found."""
-        tell_damaged(self.damaged, record)
-        tell_changes(self.changes, record)
+        report_damaged(self.damaged, record)
+        report_changes(self.changes, record)
 
 
 def open_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> OpenedFolder:
@@ -186,9 +186,9 @@ def restore(config: Config, trainer: RankedTrainer, prompts: Sequence[Prompt], r
     may_append = config.task.appended_data == "allow"
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
     if config.run.resume:
-        tell_resumed(recovered, trainer.policy_version, record)
+        report_resumed(recovered, trainer.policy_version, record)
     settings = LiveSettings(config, recovered.tuned)
-    tell_kept_settings(settings, folder, record)
+    report_kept_settings(settings, folder, record)
     return RunState(
         journal=LeaseJournal(log, recovered.ledger, recovered.stream),
         versions=Versions(trainer.policy_version, recovered.newest_version),
@@ -330,7 +330,7 @@ def _run_id_in(folder: Path) -> str | None:
         return None
 
 
-def tell_damaged(said: Sequence[str], record: Recorder) -> None:
+def report_damaged(said: Sequence[str], record: Recorder) -> None:
     """Warn of damaged checkpoints, and record them."""
     for detail in said:
         logger.warning(detail)
@@ -398,7 +398,7 @@ def recover_run(
     return recovered
 
 
-def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
+def report_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
     """Log and record where a resumed run stands, and what damage to the log cost."""
     ledger = recovered.ledger
     for gap in recovered.gaps:
@@ -432,7 +432,7 @@ def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) ->
     record(EventRow(event="resumed", detail=detail, num_reused=ledger.num_ready))
 
 
-def tell_kept_settings(settings: LiveSettings, run_folder: Path, record: Recorder) -> None:
+def report_kept_settings(settings: LiveSettings, run_folder: Path, record: Recorder) -> None:
     """Warn of each setting that an operator changed before the restart: its value is not the config's any more."""
     for change in settings.in_force():
         detail = (

@@ -196,7 +196,7 @@ def describe_prompts(before: PromptHashes | None, after: PromptHashes) -> str:
     return counts if len(before) == len(after) else f"there were {len(before)}, and are {len(after)}; {counts}"
 
 
-def tell_changes(changes: Iterable[Change], record: Recorder) -> None:
+def report_changes(changes: Iterable[Change], record: Recorder) -> None:
     """Log and record each difference of a resumed run."""
     for change in changes:
         detail = f"resumed with {change.name} = {change.after}, was {change.before}"

@@ -35,8 +35,8 @@ from offbeat.common.weights.collectives import (
     serve_store,
 )
 from offbeat.common.weights.nccl_group import NcclGroup
-from offbeat.learner.weights.editions import Edition
-from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.actor_versions import Recipient
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.messages import LearnerMessage, NcclTransport, WeightUpdate
 
@@ -144,14 +144,14 @@ class FailedEpochs:
         )
 
 
-class Reach(NamedTuple):
+class CollectivePeers(NamedTuple):
     """The actors that may take part in collectives; the others pull."""
 
     backend: Literal["gloo", "nccl"]
     peers: frozenset[bytes]
 
 
-def find_reach(recipients: Iterable[Recipient], transport: Transport) -> Reach:
+def choose_peers(recipients: Iterable[Recipient], transport: Transport) -> CollectivePeers:
     """Return which of the live actors a collective reaches.
 
     NCCL reaches actors with a GPU of their own: it takes one process to a GPU, and none without. Where it reaches nobody, gloo
@@ -161,9 +161,9 @@ def find_reach(recipients: Iterable[Recipient], transport: Transport) -> Reach:
     everyone = frozenset(recipient.peer for recipient in recipients)
     match transport.backend:
         case "pull":
-            return Reach("gloo", frozenset())
+            return CollectivePeers("gloo", frozenset())
         case "gloo":
-            return Reach("gloo", everyone)
+            return CollectivePeers("gloo", everyone)
         case "nccl":
             taken = set() if transport.gpu is None else {transport.gpu.uuid}
             peers: set[bytes] = set()
@@ -171,7 +171,7 @@ def find_reach(recipients: Iterable[Recipient], transport: Transport) -> Reach:
                 if recipient.gpu is not None and recipient.gpu not in taken:
                     taken.add(recipient.gpu)
                     peers.add(recipient.peer)
-            return Reach("nccl", frozenset(peers)) if peers else Reach("gloo", everyone)
+            return CollectivePeers("nccl", frozenset(peers)) if peers else CollectivePeers("gloo", everyone)
 
 
 RETRY_READY_S = {"gloo": 2.0, "nccl": 30.0}
@@ -189,7 +189,7 @@ class Absent(NamedTuple):
     """The reason to blame it; None when it left, or `close` ended the wait."""
 
 
-class Transfer(NamedTuple):
+class BroadcastOutcome(NamedTuple):
     """The outcome of one update."""
 
     is_sent: bool
@@ -240,18 +240,18 @@ class CollectiveUpdates:
     def send(
         self,
         recipients: Sequence[Recipient],
-        edition: Edition,
+        snapshot: WeightSnapshot,
         backend: Literal["gloo", "nccl"],
         *,
         live: Callable[[], set[bytes]],
         post: Callable[[bytes, LearnerMessage], None],
-    ) -> Transfer:
-        """Broadcast an edition to all of the recipients, or to none.
+    ) -> BroadcastOutcome:
+        """Broadcast a snapshot to all of the recipients, or to none.
 
         Waits for: every recipient to get ready, `timeout_s` at most. Unblocked by: their keys in the store, a reported error,
         a peer that `live` no longer returns, `closing`.
         """
-        policy_version = edition.policy_version
+        policy_version = snapshot.policy_version
         peers = [recipient.peer for recipient in recipients]
         # The same version to the same members needs another epoch: keys are never used twice.
         is_fresh_needed = self._is_group_broken or policy_version == self._sent_version
@@ -259,11 +259,11 @@ class CollectiveUpdates:
             self._begin_epoch()
             self._group_of = (backend, peers)
         rendezvous = Rendezvous(self._store, epoch=self._epoch, policy_version=policy_version)
-        self._announce(peers, edition, backend, post)
+        self._announce(peers, snapshot, backend, post)
         try:
             # Before the wait: NCCL's process starts while the actors start theirs.
             self._group = self._group or self._make_group(len(peers) + 1, backend)
-            return self._send(recipients, self._group, edition, rendezvous, live)
+            return self._send(recipients, self._group, snapshot, rendezvous, live)
         except CollectiveError as error:
             # The next round shows who is to blame: the member that does not get ready.
             logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
@@ -271,16 +271,16 @@ class CollectiveUpdates:
             if backend == "nccl":
                 self._detour.note(error)
             self._begin_epoch()
-            return Transfer(is_sent=False, absent=[], error=str(error))
+            return BroadcastOutcome(is_sent=False, absent=[], error=str(error))
 
     def _send(
         self,
         recipients: Sequence[Recipient],
         group: WeightGroup,
-        edition: Edition,
+        snapshot: WeightSnapshot,
         rendezvous: Rendezvous,
         live: Callable[[], set[bytes]],
-    ) -> Transfer:
+    ) -> BroadcastOutcome:
         absent = self._wait_ready(recipients, rendezvous, live)
         if not absent:
             # Not earlier: a member that is served by another member need not have seen the go yet when the learner's
@@ -291,14 +291,14 @@ class CollectiveUpdates:
             # They explain the failure before.
             self._detour.forget()
             self._begin_epoch()
-            return Transfer(is_sent=False, absent=absent)
+            return BroadcastOutcome(is_sent=False, absent=absent)
         group.prepare()
         rendezvous.set_go()
-        broadcast = partial(group.broadcast, edition.buffer)
+        broadcast = partial(group.broadcast, snapshot.buffer)
         watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
         self._is_retry = False
-        self._sent_version = edition.policy_version
-        return Transfer(is_sent=True, absent=[], advice=self._detour.confirm() if self._group_of[0] == "nccl" else None)
+        self._sent_version = snapshot.policy_version
+        return BroadcastOutcome(is_sent=True, absent=[], advice=self._detour.confirm() if self._group_of[0] == "nccl" else None)
 
     def close(self) -> None:
         """Give up the group."""
@@ -309,13 +309,13 @@ class CollectiveUpdates:
     def _announce(
         self,
         peers: Sequence[bytes],
-        edition: Edition,
+        snapshot: WeightSnapshot,
         backend: Literal["gloo", "nccl"],
         post: Callable[[bytes, LearnerMessage], None],
     ) -> None:
         for rank, peer in enumerate(peers, start=1):
             update = WeightUpdate(
-                policy_version=edition.policy_version,
+                policy_version=snapshot.policy_version,
                 epoch=self._epoch,
                 rank=rank,
                 world_size=len(peers) + 1,
@@ -323,7 +323,7 @@ class CollectiveUpdates:
                 store_port=self._store.port,
                 backend=backend,
                 bucket_bytes=self._transport.bucket_bytes,
-                checksum=edition.checksum,
+                checksum=snapshot.checksum,
                 timeout_s=self._transport.timeout_s,
                 avoided=self._detour.avoided if backend == "nccl" else (),
             )

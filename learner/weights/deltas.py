@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from offbeat.common.weights.deltas import encode_delta, word_bytes
-from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.protocols.messages import MAX_BASES, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ class DeltaChain:
         self.deltas: tuple[Delta, ...] = ()
         """From the oldest version that leads to the newest, to the newest."""
 
-    def advance(self, edition: Edition) -> None:
+    def advance(self, snapshot: WeightSnapshot) -> None:
         """Extend the chain to this version, which is about to be lent. Takes long: the weights are compared word by word."""
-        flat = edition.buffer.flat
+        flat = snapshot.buffer.flat
         if self._newest is None:
             self._newest = flat.clone()
-        elif edition.checksum != self._newest_checksum:
-            self._extend(self._newest, flat, edition.policy_version)
-            if edition.checksum in {delta.base for delta in self.deltas}:
+        elif snapshot.checksum != self._newest_checksum:
+            self._extend(self._newest, flat, snapshot.policy_version)
+            if snapshot.checksum in {delta.base for delta in self.deltas}:
                 # The weights are as they were: a chain must not pass a version twice.
                 self.deltas = ()
-        self._newest_checksum = edition.checksum
+        self._newest_checksum = snapshot.checksum
 
     def _extend(self, newest: torch.Tensor, flat: torch.Tensor, policy_version: int) -> None:
         started = time.monotonic()

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.learner.weights.collective import CollectiveUpdates, FailedEpochs, Transfer, find_reach
-from offbeat.learner.weights.editions import Editions
+from offbeat.learner.weights.actor_versions import ActorVersions, Behind, Recipient
+from offbeat.learner.weights.collective import BroadcastOutcome, CollectiveUpdates, FailedEpochs, choose_peers
+from offbeat.learner.weights.double_buffer import DoubleBuffer
 from offbeat.learner.weights.pulls import PullService
 from offbeat.learner.weights.server import WeightServer
-from offbeat.learner.weights.standings import Behind, Recipient, Standings
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightsCommitted, WeightsStaged
@@ -73,17 +73,17 @@ class WeightPublisher:
         self._transport = transport
         self._max_pull_lag = max_pull_lag
         self._record = record
-        self._editions = Editions(layout, None if transport.gpu is None else transport.gpu.number)
+        self._snapshots = DoubleBuffer(layout, None if transport.gpu is None else transport.gpu.number)
         self._changed = threading.Condition()
         """Guards what several threads use. Never held while something outside is called: the caller may hold its own locks."""
         self._closing = threading.Event()
-        self._standings = Standings(transport.timeout_s)
+        self._actor_versions = ActorVersions(transport.timeout_s)
         self._failed = FailedEpochs()
-        self._reach = find_reach([], transport)
+        self._reach = choose_peers([], transport)
         self._advice: str | None = None
         """Advice to the operator about NCCL's settings."""
         self._server = WeightServer(open_hub=open_hub, chunk_bytes=transport.chunk_bytes)
-        self._pulls = PullService(self._editions, self._server, transport)
+        self._pulls = PullService(self._snapshots, self._server, transport)
         self._collective = CollectiveUpdates(transport, self._closing) if transport.backend != "pull" else None
         self._in_collective: set[bytes] = set()
         """Actors in the transfer that is under way."""
@@ -107,11 +107,11 @@ class WeightPublisher:
 
     def writing(self) -> AbstractContextManager[WeightBuffer]:
         """Return a buffer that nobody reads: write the snapshot in this context, and `publish` in it or after it."""
-        return self._editions.writing()
+        return self._snapshots.writing()
 
     def publish(self, policy_version: int) -> None:
         """Bring the actors to this version, which is in the buffer now."""
-        self._editions.publish(policy_version)
+        self._snapshots.publish(policy_version)
         with self._changed:
             self._changed.notify_all()
         self._server.wake()
@@ -133,7 +133,7 @@ class WeightPublisher:
     def problems(self) -> list[str]:
         """Return one line for each actor that is left out, or pulling, for the operator."""
         with self._changed:
-            lines = self._standings.problems() + self._pulls.problems()
+            lines = self._actor_versions.problems() + self._pulls.problems()
             lines += [line for line in (self._failed.pause(), self._advice) if line is not None]
         if self._server.num_rejected:
             lines.append(f"the weight server got {self._server.num_rejected} messages that were no requests")
@@ -144,7 +144,7 @@ class WeightPublisher:
     def joined(self, peer: bytes) -> None:
         """Forget what was sent to an actor: it is new, or came back."""
         with self._changed:
-            self._standings.forget(peer)
+            self._actor_versions.forget(peer)
             # The announcement may be lost.
             self._pulls.announce_again(peer)
             self._changed.notify_all()
@@ -169,7 +169,7 @@ class WeightPublisher:
             if peer in self._pulls:
                 self._pulls.end(peer)
             self._distrusted.add(peer)
-            self._standings.exclude(peer, name, why)
+            self._actor_versions.exclude(peer, name, why)
         self._server.wake()
 
     def _end_staged_pull(self, actor: str, message: WeightsStaged) -> None:
@@ -177,9 +177,9 @@ class WeightPublisher:
         if pull is None:
             return
         if message.error:
-            self._standings.exclude(pull.peer, actor, f"could not pull the weights: {message.error}")
+            self._actor_versions.exclude(pull.peer, actor, f"could not pull the weights: {message.error}")
             return
-        self._standings.note_sent(pull.peer, pull.policy_version)
+        self._actor_versions.note_sent(pull.peer, pull.policy_version)
         row = PullRow(
             actor=actor,
             policy_version=pull.policy_version,
@@ -194,37 +194,37 @@ class WeightPublisher:
     # The publisher's and the server's thread
 
     def _settle(self, recipients: Sequence[Recipient]) -> None:
-        """Bring the standings up to date: actors that left, committed, failed, or are late."""
-        newest = self._editions.newest_version
+        """Bring the actor_versions up to date: actors that left, committed, failed, or are late."""
+        newest = self._snapshots.newest_version
         if newest is None:
             return
         with self._changed:
             self._failed.settle({recipient.peer for recipient in recipients})
-            self._standings.settle(recipients, newest, self._eligible(recipients))
+            self._actor_versions.settle(recipients, newest, self._eligible(recipients))
             idle = self._idle(recipients)
             if self._collective is not None:
                 self._settle_errors(idle, newest, self._collective)
-            self._standings.exclude_late(idle, newest)
+            self._actor_versions.exclude_late(idle, newest)
         self._tell()
 
     def _eligible(self, recipients: Sequence[Recipient]) -> Set[bytes]:
         """Return the actors that the collective can reach now."""
-        self._reach = find_reach(recipients, self._transport)
+        self._reach = choose_peers(recipients, self._transport)
         return frozenset() if self._failed.pause() is not None else self._reach.peers
 
     def _settle_errors(self, recipients: Sequence[Recipient], newest: int, collective: CollectiveUpdates) -> None:
         for recipient in recipients:
             error = collective.take_error(recipient.name)
-            if error and self._standings.note_break(recipient, error, newest):
+            if error and self._actor_versions.note_break(recipient, error, newest):
                 collective.distrust_group()
 
     def _behind(self, recipients: Sequence[Recipient]) -> Behind:
         """Return the actors to bring to the newest version now, by transport."""
-        newest = self._editions.newest_version
+        newest = self._snapshots.newest_version
         if newest is None:
             return Behind([], [])
         with self._changed:
-            return self._standings.behind(self._idle(recipients), newest)
+            return self._actor_versions.behind(self._idle(recipients), newest)
 
     def _idle(self, recipients: Sequence[Recipient]) -> list[Recipient]:
         """Return those that are in no transfer."""
@@ -233,7 +233,7 @@ class WeightPublisher:
     def _tell(self) -> None:
         """Log and record the exclusions and the pulls that ended."""
         with self._changed:
-            news = self._standings.take_news()
+            news = self._actor_versions.take_news()
             pulls, self._pull_rows = self._pull_rows, []
         for pull in pulls:
             if pull.delta_error:
@@ -246,7 +246,7 @@ class WeightPublisher:
             )
             self._record(pull)
         for name, why, seconds in news:
-            detail = f"weights {self._editions.newest_version}: {name} {why}; left out for {seconds:g} s"
+            detail = f"weights {self._snapshots.newest_version}: {name} {why}; left out for {seconds:g} s"
             logger.warning(detail)
             self._record(EventRow(event="actor_excluded", actor=name, detail=detail))
 
@@ -259,7 +259,7 @@ class WeightPublisher:
             self._pulls.end_obsolete(recipients)
             for peer, name, why in self._pulls.late():
                 self._pulls.end(peer)
-                self._standings.exclude(peer, name, why)
+                self._actor_versions.exclude(peer, name, why)
         self._settle(recipients)
         self._begin_pulls(self._behind(recipients).by_pull)
         with self._changed:
@@ -278,10 +278,10 @@ class WeightPublisher:
         with self._changed:
             if borrowed is not None:
                 self._pulls.lend(borrowed)
-            lent, newest = self._pulls.lent_version, self._editions.newest_version
+            lent, newest = self._pulls.lent_version, self._snapshots.newest_version
             has_aged = lent is not None and newest is not None and newest - lent > max_lag
             # An older version is good enough to begin with where the next collective brings the newest.
-            able = [one for one in waiting if not has_aged or self._standings.is_eligible(one)]
+            able = [one for one in waiting if not has_aged or self._actor_versions.is_eligible(one)]
             self._pulls.admit([one for one in able if one.peer not in self._in_collective])
 
     # The publisher's thread
@@ -311,41 +311,41 @@ class WeightPublisher:
             self._distrusted.clear()
         if not members:
             return
-        edition = self._editions.take()
+        snapshot = self._snapshots.take()
 
         def live() -> set[bytes]:
             return {recipient.peer for recipient in actors.recipients()} - self._distrusted
 
         try:
-            transfer = collective.send(members, edition, self._reach.backend, live=live, post=actors.post)
+            transfer = collective.send(members, snapshot, self._reach.backend, live=live, post=actors.post)
         finally:
-            self._editions.give_back(edition)
+            self._snapshots.give_back(snapshot)
         with self._changed:
             self._in_collective.clear()
             for recipient, why in transfer.absent:
                 if why is not None:
-                    self._standings.exclude(recipient.peer, recipient.name, why)
+                    self._actor_versions.exclude(recipient.peer, recipient.name, why)
             for recipient in members if transfer.is_sent else ():
-                self._standings.note_sent(recipient.peer, edition.policy_version)
+                self._actor_versions.note_sent(recipient.peer, snapshot.policy_version)
             pause = self._count_failure(members, transfer)
             self._advice = transfer.advice or self._advice
-            num_excluded = self._standings.num_excluded
+            num_excluded = self._actor_versions.num_excluded
         for event, text in (("collectives_paused", pause), ("nccl_transports_avoided", transfer.advice)):
             if text is not None:
-                detail = f"weights {edition.policy_version}: {text}"
+                detail = f"weights {snapshot.policy_version}: {text}"
                 logger.warning(detail)
                 self._record(EventRow(event=event, detail=detail))
         if not transfer.is_sent:
             return
         row = WeightsRow(
-            policy_version=edition.policy_version,
+            policy_version=snapshot.policy_version,
             publish_s=time.monotonic() - started,
             num_members=len(members),
             num_excluded=num_excluded,
         )
         self._record(row)
 
-    def _count_failure(self, members: Sequence[Recipient], transfer: Transfer) -> str | None:
+    def _count_failure(self, members: Sequence[Recipient], transfer: BroadcastOutcome) -> str | None:
         """Count a broadcast that failed with everybody ready; return the reason when actors begin to pull for it."""
         if transfer.error is not None:
             self._failed.note([recipient.peer for recipient in members], transfer.error)

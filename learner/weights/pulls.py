@@ -1,16 +1,16 @@
-"""The pull service: which actors fetch which edition of the weights now, a few at a time, each with a deadline.
+"""The pull service: which actors fetch which snapshot of the weights now, a few at a time, each with a deadline.
 
-waiting actors -> admit -> announcements (WeightPull) -> [the server's chunks] -> staged -> the edition is given back
+waiting actors -> admit -> announcements (WeightPull) -> [the server's chunks] -> staged -> the snapshot is given back
 """
 
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.deltas import Delta, DeltaChain
-from offbeat.learner.weights.editions import Edition, Editions
+from offbeat.learner.weights.double_buffer import DoubleBuffer, WeightSnapshot
 from offbeat.learner.weights.server import WeightServer
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.messages import WeightPull
 
@@ -48,18 +48,18 @@ class LatePull(NamedTuple):
 
 
 class PullService:
-    """The pulls under way. All pull the same edition, which is lent until the last of them ends.
+    """The pulls under way. All pull the same snapshot, which is lent until the last of them ends.
 
     Not thread-safe: the publisher holds its lock, but for `borrow`, which takes long.
     """
 
-    def __init__(self, editions: Editions, server: WeightServer, transport: Transport) -> None:
-        self._editions = editions
+    def __init__(self, snapshots: DoubleBuffer, server: WeightServer, transport: Transport) -> None:
+        self._snapshots = snapshots
         self._server = server
         self._transport = transport
         self._pulls: dict[bytes, Pull] = {}
-        self._deltas = DeltaChain(editions.layout, transport.chunk_bytes) if transport.delta else None
-        self._lent: Edition | None = None
+        self._deltas = DeltaChain(snapshots.layout, transport.chunk_bytes) if transport.delta else None
+        self._lent: WeightSnapshot | None = None
 
     def __contains__(self, peer: bytes) -> bool:
         return peer in self._pulls
@@ -77,24 +77,24 @@ class PullService:
         """Actors that may still begin."""
         return self._transport.max_pulls - len(self._pulls)
 
-    def borrow(self) -> Edition:
-        """Return the newest edition, to `lend` it. Waits for the end of a snapshot, makes the second buffer if need be, and
-        encodes the difference from the edition lent before."""
+    def borrow(self) -> WeightSnapshot:
+        """Return the newest snapshot, to `lend` it. Waits for the end of a snapshot, makes the second buffer if need be, and
+        encodes the difference from the snapshot lent before."""
         # Training must find another buffer before this one is lent.
-        self._editions.provide_spare()
-        edition = self._editions.take()
+        self._snapshots.provide_spare()
+        snapshot = self._snapshots.take()
         if self._deltas is not None:
-            self._deltas.advance(edition)
-        return edition
+            self._deltas.advance(snapshot)
+        return snapshot
 
-    def lend(self, edition: Edition) -> None:
+    def lend(self, snapshot: WeightSnapshot) -> None:
         """Serve what was borrowed."""
         assert self._lent is None
-        self._lent = edition
-        self._server.lend(edition.policy_version, edition.buffer.flat, self._chain)
+        self._lent = snapshot
+        self._server.lend(snapshot.policy_version, snapshot.buffer.flat, self._chain)
 
     def admit(self, waiting: Iterable[Recipient]) -> None:
-        """Begin pulls of those that the lent version brings forward, as many as may pull; with none, take the edition back."""
+        """Begin pulls of those that the lent version brings forward, as many as may pull; with none, take the snapshot back."""
         lent = self._lent
         if lent is None:
             return
@@ -159,7 +159,7 @@ class PullService:
         return late
 
     def end(self, peer: bytes) -> None:
-        """End a pull: the actor is served no longer, and the last one's edition is given back."""
+        """End a pull: the actor is served no longer, and the last one's snapshot is given back."""
         del self._pulls[peer]
         self._server.dismiss(peer)
         self._take_back_unused()
@@ -191,5 +191,5 @@ class PullService:
     def _take_back_unused(self) -> None:
         if self._lent is not None and not self._pulls:
             self._server.withdraw()
-            self._editions.give_back(self._lent)
+            self._snapshots.give_back(self._lent)
             self._lent = None

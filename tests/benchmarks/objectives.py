@@ -105,7 +105,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Sampling
 
 
-class Edition(NamedTuple):
+class WeightSnapshot(NamedTuple):
     """The weights after `policy_version` steps."""
 
     policy_version: int
@@ -125,11 +125,11 @@ class Sampler:
         self._policy_version = 0
 
     @torch.no_grad()
-    def load(self, edition: Edition) -> None:
+    def load(self, snapshot: WeightSnapshot) -> None:
         """Sample with these weights from now on."""
-        for name, weight in edition.weights.views():
+        for name, weight in snapshot.weights.views():
             self._parameters[name].copy_(weight)
-        self._policy_version = edition.policy_version
+        self._policy_version = snapshot.policy_version
 
     def rollouts(self, prompts: Sequence[Prompt], group_size: int, generator: torch.Generator) -> list[tuple[Rollout, ...]]:
         """Sample `group_size` completions of each prompt, with rewards. The prompts must be equally long."""
@@ -239,10 +239,10 @@ def steps(trainer: "Trainer", sampler: Sampler, task: Task, config: Config, stal
     """Yield the metrics of every step of a run, on groups sampled with the weights of `staleness` steps before."""
     stream = PromptStream(len(task.prompts), config.run.seed)
     generator = torch.Generator().manual_seed(2 * config.run.seed)
-    editions: deque[Edition] = deque(maxlen=staleness + 1)
+    snapshots: deque[WeightSnapshot] = deque(maxlen=staleness + 1)
     for _ in range(config.train.num_steps):
-        editions.append(_snapshot(trainer))
-        sampler.load(editions[0])
+        snapshots.append(_snapshot(trainer))
+        sampler.load(snapshots[0])
         prompts = [task.prompts[stream.next().prompt_id] for _ in range(config.train.groups_per_step)]
         rollouts = sampler.rollouts(prompts, config.rollout.group_size, generator)
         groups = [
@@ -265,10 +265,10 @@ def evaluate(sampler: Sampler, task: Task, generator: torch.Generator) -> float:
     return mean(rollout.reward for [rollout] in sampler.rollouts(task.held_out, 1, generator))
 
 
-def _snapshot(trainer: "Trainer") -> Edition:
+def _snapshot(trainer: "Trainer") -> WeightSnapshot:
     weights = WeightBuffer(trainer.layout())
     trainer.snapshot(dict(weights.views()))
-    return Edition(trainer.policy_version, weights)
+    return WeightSnapshot(trainer.policy_version, weights)
 
 
 def _column(rows: Sequence[Metrics], name: str) -> tuple[float, ...]:

@@ -106,7 +106,9 @@ def main() -> None:
             ratios = [slow / fast for slow, fast in zip(times.by_rank_0, times.by_parts, strict=True)]
             rows.append([str(stage), *(spread([1e3 * value for value in part], 0) for part in times), spread(ratios, 1)])
     print_table(
-        "Snapshot of 0.2 GB of weights by two ranks", ("ZeRO stage", "rank 0, ms", "each part, ms", "rank 0 / each part"), rows
+        "WeightSnapshot of 0.2 GB of weights by two ranks",
+        ("ZeRO stage", "rank 0, ms", "each part, ms", "rank 0 / each part"),
+        rows,
     )
 
 

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from offbeat.common.weights.deltas import apply_delta, word_bytes
 from offbeat.common.weights.flat import WeightBuffer, checksum, make_layout
 from offbeat.learner.weights.deltas import DeltaChain
-from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
@@ -99,23 +99,23 @@ def train(
     return versions, loss.item()
 
 
-def cast(trajectory: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> list[Edition]:
+def cast(trajectory: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> list[WeightSnapshot]:
     """Return the versions as they would be sent."""
     layout = make_layout([(name, tuple(tensor.shape)) for name, tensor in trajectory[0].items()], dtype)
-    editions = []
+    snapshots = []
     for version, weights in enumerate(trajectory):
         buffer = WeightBuffer(layout)
         for name, view in buffer.views():
             view.copy_(weights[name])
-        editions.append(Edition(buffer, version, known_checksum=checksum(buffer.flat)))
-    return editions
+        snapshots.append(WeightSnapshot(buffer, version, known_checksum=checksum(buffer.flat)))
+    return snapshots
 
 
-def encode(editions: list[Edition]) -> DeltaChain:
+def encode(snapshots: list[WeightSnapshot]) -> DeltaChain:
     """Return the chain through all versions."""
-    chain = DeltaChain(editions[0].buffer.layout, CHUNK_BYTES)
-    for edition in editions:
-        chain.advance(edition)
+    chain = DeltaChain(snapshots[0].buffer.layout, CHUNK_BYTES)
+    for snapshot in snapshots:
+        chain.advance(snapshot)
     return chain
 
 
@@ -126,19 +126,19 @@ def apply(chain: DeltaChain, flat: torch.Tensor, size: int) -> None:
             apply_delta(piece.numpy().tobytes(), chunk.numpy(), size)
 
 
-def words(edition: Edition) -> NDArray[np.integer]:
+def words(snapshot: WeightSnapshot) -> NDArray[np.integer]:
     """Return the weights' bits."""
-    return edition.buffer.flat.numpy().view(f"<u{word_bytes(edition.buffer.layout)}")
+    return snapshot.buffer.flat.numpy().view(f"<u{word_bytes(snapshot.buffer.layout)}")
 
 
-def measure_sizes(editions: list[Edition]) -> Sizes:
+def measure_sizes(snapshots: list[WeightSnapshot]) -> Sizes:
     """Return the sizes of the differences between consecutive versions."""
-    full = len(editions[0].buffer.flat)
-    pairs = [(words(old), words(new)) for old, new in itertools.pairwise(editions)]
+    full = len(snapshots[0].buffer.flat)
+    pairs = [(words(old), words(new)) for old, new in itertools.pairwise(snapshots)]
     codec = pa.Codec("zstd", compression_level=1)
     planes = [(old ^ new).view(np.uint8).reshape(-1, old.itemsize).T.tobytes() for old, new in pairs]
     # A chain of two versions keeps its difference unless it is larger than the weights.
-    sizes = [sum(delta.num_bytes for delta in encode(list(pair)).deltas) or full for pair in itertools.pairwise(editions)]
+    sizes = [sum(delta.num_bytes for delta in encode(list(pair)).deltas) or full for pair in itertools.pairwise(snapshots)]
     return Sizes(
         changed=float(np.mean([np.mean(old != new) for old, new in pairs])),
         ratio=full * len(pairs) / sum(sizes),
@@ -147,11 +147,11 @@ def measure_sizes(editions: list[Edition]) -> Sizes:
     )
 
 
-def measure_speed(editions: list[Edition]) -> Speed:
+def measure_speed(snapshots: list[WeightSnapshot]) -> Speed:
     """Return the speed over all versions, and check that the last one results."""
-    size = word_bytes(editions[0].buffer.layout)
+    size = word_bytes(snapshots[0].buffer.layout)
     encode_s = apply_s = 0.0
-    for pair in itertools.pairwise(editions):
+    for pair in itertools.pairwise(snapshots):
         chain = encode([pair[0]])
         started = time.process_time()
         chain.advance(pair[1])
@@ -161,7 +161,7 @@ def measure_speed(editions: list[Edition]) -> Speed:
         apply(chain, flat, size)
         apply_s += time.process_time() - started
         assert not chain.deltas or torch.equal(flat, pair[1].buffer.flat)
-    megabytes = len(editions[0].buffer.flat) * (len(editions) - 1) / 1e6
+    megabytes = len(snapshots[0].buffer.flat) * (len(snapshots) - 1) / 1e6
     return Speed(megabytes / encode_s, megabytes / apply_s)
 
 
@@ -172,11 +172,11 @@ def main() -> None:
     cases = {(dtype, rate): cast(versions, dtype) for dtype in DTYPES for rate, versions in trajectories.items()}
     speeds: dict[tuple[torch.dtype, float], list[Speed]] = {case: [] for case in cases}
     for _ in range(NUM_ROUNDS):
-        for case, editions in cases.items():
-            speeds[case].append(measure_speed(editions))
+        for case, snapshots in cases.items():
+            speeds[case].append(measure_speed(snapshots))
     rows = []
-    for (dtype, rate), editions in cases.items():
-        sizes, of_case = measure_sizes(editions), speeds[dtype, rate]
+    for (dtype, rate), snapshots in cases.items():
+        sizes, of_case = measure_sizes(snapshots), speeds[dtype, rate]
         rows.append(
             [
                 str(dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
-from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
 from tests.benchmarks.measuring import (
     print_table,

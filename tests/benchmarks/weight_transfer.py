@@ -12,8 +12,8 @@ from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo
 
 from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.weights.flat import make_layout
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsStaged, WeightUpdate

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.lab.prompt_order import PromptOrder
 from offbeat.learner.leases.events import Granted, LeaseEvent, Weighed
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 
 TASKS = ("easy", "hard")
 SEED, NUM_PROMPTS = 3, 20
@@ -29,7 +29,7 @@ def run(*, with_tasks: bool = True) -> list[LeaseEvent]:
     return events
 
 
-def findings(events: Sequence[LeaseEvent], lost: Sequence[Turn] = ()) -> tuple[str, dict[int, int]]:
+def findings(events: Sequence[LeaseEvent], lost: Sequence[PromptTurn] = ()) -> tuple[str, dict[int, int]]:
     order = PromptOrder()
     for event in events:
         order.take(event)
@@ -57,7 +57,7 @@ def test_prompt_left_out_that_its_tasks_share_keeps_is_seen() -> None:
     assert isinstance(missing, Granted)
     text, _ = findings(events)
     assert text.endswith(f"was leased when it was the turn of prompt {missing.prompt_id} of epoch 1")
-    assert findings(events, [Turn(missing.prompt_id, 1)])[0] == ""
+    assert findings(events, [PromptTurn(missing.prompt_id, 1)])[0] == ""
 
 
 def test_prompt_leased_that_its_tasks_share_leaves_out_is_seen() -> None:
@@ -71,7 +71,7 @@ def test_prompt_leased_that_its_tasks_share_leaves_out_is_seen() -> None:
     assert findings(events)[0] == f"prompt {hard.prompt_id} of epoch 1 was leased, but its task's share leaves it out"
 
 
-def comes_after(event: LeaseEvent, turn: Turn) -> bool:
+def comes_after(event: LeaseEvent, turn: PromptTurn) -> bool:
     """Return whether a grant of epoch 1 is behind this turn in the order."""
     stream = PromptStream(NUM_PROMPTS, SEED, position=NUM_PROMPTS)
     order = [stream.next().prompt_id for _ in range(NUM_PROMPTS)]

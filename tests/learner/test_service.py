@@ -29,8 +29,8 @@ from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.service import WAIT_S, Learner, TrainingLoop
 from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 
 TRAIN_S, SNAPSHOT_S, PUBLISH_WAIT_S, CHECKPOINT_S = 8.0, 2.0, 1.0, 4.0
 """Seconds that the fakes take."""

@@ -12,7 +12,7 @@ import torch
 from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.weights import collectives
 from offbeat.common.weights.flat import make_layout
-from offbeat.learner.weights import editions as weight_editions
+from offbeat.learner.weights import double_buffer as weight_editions
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import WeightUpdate
 from tests.learner.weight_fleet import (

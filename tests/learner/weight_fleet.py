@@ -17,8 +17,8 @@ from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.common.records.rows import row_fields
 from offbeat.common.weights import collectives
 from offbeat.common.weights.flat import checksum, make_layout
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightUpdate

@@ -21,7 +21,7 @@ from offbeat.common.setting_text import masked, to_toml, without_logins
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_value
 from offbeat.learner.reporting.trackers.tracker import KINDS, SETTINGS, Kind, Opening
-from offbeat.learner.reporting.trackers.worker import Health
+from offbeat.learner.reporting.trackers.worker import TrackerHealth
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _start(config: Config, kind: Kind, project: str, record: Recorder) -> RowPro
 
 def _tell(setting: str, project: str, record: Recorder, line: bytes) -> None:
     """Log that a tracker fails, or that it works again, and record the former."""
-    health = msgspec.json.decode(line, type=Health)
+    health = msgspec.json.decode(line, type=TrackerHealth)
     if health.problem is None:
         logger.info("%s: the tracker works again; %d rows were lost", setting, health.num_lost)
         return

@@ -1,7 +1,7 @@
 """The process that hands a run's rows to one tracker, whose library may wait, retry and hang without holding training up.
 
 learner -> stdin: an `Opening`, then lines of metrics.jsonl -> the tracker
-learner <- pipe: `Health`, whenever it changes
+learner <- pipe: `TrackerHealth`, whenever it changes
 """
 
 import os
@@ -33,7 +33,7 @@ MAX_DETAIL = 500
 OPEN: Mapping[Kind, OpenTracker] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
 
 
-class Health(msgspec.Struct, frozen=True):
+class TrackerHealth(msgspec.Struct, frozen=True):
     """A message of the worker to the learner: the tracker fails from now on, or works again."""
 
     problem: str | None = None
@@ -45,7 +45,7 @@ class Health(msgspec.Struct, frozen=True):
 class Attempts:
     """Calls of a tracker's library, which report when they begin to fail or to hang, and when they work again."""
 
-    def __init__(self, report: Callable[[Health], None]) -> None:
+    def __init__(self, report: Callable[[TrackerHealth], None]) -> None:
         self._report = report
         self._lock = threading.Lock()
         self._is_failing = False
@@ -72,17 +72,17 @@ class Attempts:
     def _fail(self, problem: str) -> None:
         with self._lock:
             if not self._is_failing:
-                self._report(Health(plain(problem, MAX_DETAIL)))
+                self._report(TrackerHealth(plain(problem, MAX_DETAIL)))
             self._is_failing = True
 
     def _work_again(self) -> None:
         with self._lock:
             if self._is_failing:
-                self._report(Health(num_lost=self._num_lost))
+                self._report(TrackerHealth(num_lost=self._num_lost))
             self._is_failing = False
 
 
-def track(opening: Opening, lines: Iterable[bytes], report: Callable[[Health], None], open_tracker: OpenTracker) -> None:
+def track(opening: Opening, lines: Iterable[bytes], report: Callable[[TrackerHealth], None], open_tracker: OpenTracker) -> None:
     """Hand the rows in `lines` to a tracker until they end. Waits for: rows, the tracker. Unblocked by: the end of `lines`."""
     attempts = Attempts(report)
     opened: list[Tracker] = []
@@ -109,7 +109,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 
-    def report(health: Health) -> None:
+    def report(health: TrackerHealth) -> None:
         os.write(int(reports), msgspec.json.encode(health) + b"\n")
 
     opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)

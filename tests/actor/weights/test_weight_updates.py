@@ -13,8 +13,8 @@ import torch
 from offbeat.actor.weights.receiver import TransferEnd
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.weights.flat import ALIGNMENT, WeightBuffer, checksum, make_layout
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, READY_VARIABLE, tell_ready
+from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, READY_VARIABLE, report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
@@ -169,5 +169,5 @@ def test_learner_takes_its_part_of_a_shared_gpu_and_then_tells_the_launcher(
 def test_service_that_shares_no_gpu_makes_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(READY_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    tell_ready()
+    report_ready()
     assert list(tmp_path.iterdir()) == []

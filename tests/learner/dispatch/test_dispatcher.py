@@ -9,7 +9,7 @@ from offbeat.common.records.rows import CommitRow
 from offbeat.learner.dispatch.canary import CanaryVerdict
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.prompt_stream import Turn
+from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -218,7 +218,7 @@ def test_state_holds_every_open_prompt_in_order() -> None:
         (leases[index].lease_id, is_ready) for index, is_ready in ((3, False), (4, True), (5, False))
     ]
     assert [saved.prompt_id for saved in opened] == [leases[index].prompt_id for index in (3, 4, 5)]
-    assert state.stream.returned == (Turn(leases[2].prompt_id, 0),)
+    assert state.stream.returned == (PromptTurn(leases[2].prompt_id, 0),)
     assert state.stream.position == 6
     counts = state.ledger.counts
     assert (counts.trained, counts.in_flight) == (2, 3)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.journal import DispatcherState
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.protocols.messages import Goodbye, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
@@ -35,7 +35,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.actors = [Actor(self.desk, f"actor-{index}", incarnation=1) for index in range(3)]
         self.leases: list[int] = []
         self.version = 0
-        self.trained: Counter[Turn] = Counter()
+        self.trained: Counter[PromptTurn] = Counter()
 
     @rule(index=ACTORS, capacity=st.integers(0, 6))
     def join(self, index: int, capacity: int) -> None:
@@ -129,9 +129,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         state = self.desk.dispatcher.state()
         order = PromptStream(NUM_PROMPTS, seed=0)
         served = Counter(order.next() for _ in range(state.stream.position))
-        opened = Counter(Turn(saved.prompt_id, saved.epoch) for saved in state.ledger.open)
+        opened = Counter(PromptTurn(saved.prompt_id, saved.epoch) for saved in state.ledger.open)
         # All within the first pass.
-        given_up = Counter(Turn(int(event.detail.split()[1]), 0) for event in self.desk.events("prompt_dropped"))
+        given_up = Counter(PromptTurn(int(event.detail.split()[1]), 0) for event in self.desk.events("prompt_dropped"))
         assert opened + Counter(state.stream.returned) + self.trained + given_up == served
 
     @invariant()
@@ -184,7 +184,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         for group in groups:
             assert group.policy_lag(self.version) <= 2
-            self.trained[Turn(group.prompt_id, self.desk.ledger.find(group.lease_id).epoch)] += 1
+            self.trained[PromptTurn(group.prompt_id, self.desk.ledger.find(group.lease_id).epoch)] += 1
         self.version += 1
         self.desk.dispatcher.finish_batch(groups, self.version)
         self.desk.dispatcher.publish(self.version, last=self.version == NUM_STEPS)

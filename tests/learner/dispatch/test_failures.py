@@ -2,12 +2,12 @@
 
 import pytest
 
-from offbeat.learner.dispatch.run_state import Failures, RunFailedError
+from offbeat.learner.dispatch.run_state import LeaseFailures, RunFailedError
 
 
-def make(max_lease_attempts: int = 3, max_failed_leases: int = 3) -> tuple[Failures, list[str]]:
+def make(max_lease_attempts: int = 3, max_failed_leases: int = 3) -> tuple[LeaseFailures, list[str]]:
     woken: list[str] = []
-    return Failures(max_lease_attempts, max_failed_leases, lambda: woken.append("woken")), woken
+    return LeaseFailures(max_lease_attempts, max_failed_leases, lambda: woken.append("woken")), woken
 
 
 def test_prompt_is_given_up_after_its_last_attempt_and_starts_anew() -> None:

@@ -16,7 +16,7 @@ from offbeat.learner.leases.auto_bound import (
     NOISE_MEMORY,
     WINDOW_STEPS,
     AutoBound,
-    Decision,
+    BoundDecision,
     Noise,
 )
 
@@ -52,9 +52,9 @@ class Run:
         self.moves: list[tuple[int, int]] = []
         """Moves: the number of steps so far and the new bound."""
 
-    def see(self, metrics: dict[str, Any], times: int = 1) -> list[Decision]:
+    def see(self, metrics: dict[str, Any], times: int = 1) -> list[BoundDecision]:
         """Observe `times` steps with these metrics; return the decisions."""
-        decisions: list[Decision] = []
+        decisions: list[BoundDecision] = []
         for _ in range(times):
             self.num_steps += 1
             decision = self.auto.observe(StepRow(policy_version=1, metrics=metrics), self.bounds)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.settings.config import ScaleSection
-from offbeat.learner.leases.demand import PATIENCE_S, SKIPPED_STEPS, WINDOW_STEPS, Decision, Demand, Use
+from offbeat.learner.leases.demand import PATIENCE_S, SKIPPED_STEPS, WINDOW_STEPS, Demand, DemandDecision, Use
 
 FIRST = SKIPPED_STEPS + WINDOW_STEPS
 """Steps until the first growth can be decided."""
@@ -29,9 +29,9 @@ class Run:
         self.scale = ScaleSection(**{"auto": True, "max": 64, **scale})
         self.wanted = wanted
 
-    def see(self, times: int = 1, **values: Any) -> list[Decision]:
+    def see(self, times: int = 1, **values: Any) -> list[DemandDecision]:
         """Observe steps of a fleet that has as many actors as are wanted, unless `num_actors` differs."""
-        decisions: list[Decision] = []
+        decisions: list[DemandDecision] = []
         for _ in range(times):
             step = use(**{"num_actors": self.wanted, **values})
             decision = self.demand.observe(step, self.wanted, self.scale)

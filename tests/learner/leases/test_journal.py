@@ -11,7 +11,7 @@ from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_records import LogFullError
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts
 
@@ -54,7 +54,7 @@ def test_committed_event_is_in_the_log_the_ledger_and_the_prompt_stream(log: Wil
     journal.commit(granted)
     assert log.events() == [granted]
     assert journal.stream.position == 1
-    assert Turn(journal.ledger.find(0).prompt_id, journal.ledger.find(0).epoch) == first
+    assert PromptTurn(journal.ledger.find(0).prompt_id, journal.ledger.find(0).epoch) == first
     journal.commit(*accept(journal, 0))
     (_, record) = log.records()
     assert [group.lease_id for group in journal.ledger.ready_groups()] == [0]

@@ -7,14 +7,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn, StreamState
 
 
 def drain(stream: PromptStream, count: int) -> list[int]:
     return [turn.prompt_id for turn in drain_turns(stream, count)]
 
 
-def drain_turns(stream: PromptStream, count: int) -> list[Turn]:
+def drain_turns(stream: PromptStream, count: int) -> list[PromptTurn]:
     return [stream.next() for _ in range(count)]
 
 
@@ -67,7 +67,7 @@ def test_prompt_keeps_the_pass_it_belongs_to_when_it_is_given_back() -> None:
     stream.give_back(*turns[1])
     stream.give_back(*turns[4])
     rest = ({0, 1, 2} - {turns[3].prompt_id, turns[4].prompt_id}).pop()
-    assert drain_turns(stream, 3) == [turns[1], turns[4], Turn(rest, 1)]
+    assert drain_turns(stream, 3) == [turns[1], turns[4], PromptTurn(rest, 1)]
     assert stream.epoch == 2
     assert stream.share_served == 0.0
 
@@ -104,7 +104,7 @@ def test_prompts_that_were_added_join_at_the_first_epoch_that_has_not_begun(
     """No prompt of an epoch is left out or served twice, wherever and however often the data grows."""
     stream = PromptStream(num_prompts, seed)
     sizes: dict[int, int] = {}
-    served: list[Turn] = []
+    served: list[PromptTurn] = []
     for _ in range(data.draw(st.integers(0, 4))):
         served += drain_turns(stream, data.draw(st.integers(0, 15)))
         if data.draw(st.booleans()):
@@ -139,7 +139,7 @@ def test_turn_brought_forward_over_a_growth_leaves_none_out(
     assert stream.bring_forward(turns[index])
     assert drain_turns(stream, 25) == [turns[index], *turns[:index], *turns[index + 1 :]]
     # A prompt that no epoch before the growth has.
-    assert not stream.bring_forward(Turn(num_prompts + added, stream.epoch))
+    assert not stream.bring_forward(PromptTurn(num_prompts + added, stream.epoch))
 
 
 def test_state_of_a_stream_whose_data_never_grew_is_as_older_programs_wrote_it() -> None:

@@ -14,7 +14,7 @@ from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_history, read_log, read_record
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -42,7 +42,7 @@ class Tale:
     def start(self, policy_version: int = 0, run_id: str = "run") -> None:
         self.log.append(Started(at=0.0, run_id=run_id, learner_incarnation=1, policy_version=policy_version))
 
-    def grant(self, lease_id: int, turn: Turn | None = None) -> Turn:
+    def grant(self, lease_id: int, turn: PromptTurn | None = None) -> PromptTurn:
         turn = turn or self.stream.next()
         prompt_id, epoch = turn
         self.log.append(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained, Weighed
 from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
@@ -115,7 +115,7 @@ class History:
     def __init__(self, choose: Callable[[int], int], tasks: Sequence[str] = ()) -> None:
         self.choose = choose
         self.stream = PromptStream(NUM_PROMPTS, seed=0, tasks=tasks)
-        self.open: dict[int, tuple[Turn, bool]] = {}
+        self.open: dict[int, tuple[PromptTurn, bool]] = {}
         self.num_leases = 0
 
     def next_event(self) -> LeaseEvent:

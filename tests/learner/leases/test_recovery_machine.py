@@ -19,7 +19,7 @@ from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import HEADER_BYTES, LogFullError, Position
-from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.protocols.messages import Ack, ActorHeartbeat, ActorStats, Goodbye, GroupDone, LearnerMessage, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment
@@ -61,7 +61,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "log"
         self.tape: list[tuple[Position, LeaseEvent]] = []
-        self.turn_of: dict[int, Turn] = {}
+        self.turn_of: dict[int, PromptTurn] = {}
         """The turn of every lease that any learner granted, even if the log lost it."""
         self.granted_at: dict[int, Position] = {}
         self.checkpoints: list[Saved] = []
@@ -315,7 +315,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert all((lease_id in ready) + (lease_id in trained) + (lease_id in dropped) == 1 for lease_id in accepted)
 
     def prompts_are_granted_in_the_order_of_the_seed(self) -> None:
-        granted = [Turn(event.prompt_id, event.epoch) for event in self._history() if isinstance(event, Granted)]
+        granted = [PromptTurn(event.prompt_id, event.epoch) for event in self._history() if isinstance(event, Granted)]
         assert list(dict.fromkeys(granted)) == self._replay()[0]
 
     def a_pass_that_ended_is_told_in_full(self) -> None:
@@ -357,17 +357,17 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     # Details
 
-    def _replay(self) -> tuple[list[Turn], PromptStream]:
+    def _replay(self) -> tuple[list[PromptTurn], PromptStream]:
         """Return the turns that were due at the first lease of each, in order, and their stream, which gave none back."""
         state = replace(self.desk.stream.state(), position=0, returned=(), shares={})
         stream = PromptStream.from_state(state, [prompt.task for prompt in make_prompts(MOST_PROMPTS, "train", TASKS)])
-        granted: set[Turn] = set()
-        due: list[Turn] = []
+        granted: set[PromptTurn] = set()
+        due: list[PromptTurn] = []
         for event in self._history():
             match event:
                 case Weighed():
                     stream.weigh(event.shares)
-                case Granted() if (turn := Turn(event.prompt_id, event.epoch)) not in granted:
+                case Granted() if (turn := PromptTurn(event.prompt_id, event.epoch)) not in granted:
                     granted.add(turn)
                     due.append(stream.next())
         return due, stream
@@ -439,7 +439,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         for position, event in self.tape:
             if isinstance(event, Granted):
                 assert self.granted_at.setdefault(event.lease_id, position) == position, "the id of another lease"
-                self.turn_of[event.lease_id] = Turn(event.prompt_id, event.epoch)
+                self.turn_of[event.lease_id] = PromptTurn(event.prompt_id, event.epoch)
 
     def _history(self) -> list[LeaseEvent]:
         return [*(event for _, event in self.tape), *self.desk.journal.waiting]
@@ -461,7 +461,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     def _trained_since(self, policy_version: int) -> list[int]:
         return self._trained()[policy_version * GROUPS_PER_STEP :]
 
-    def _given_up(self) -> list[Turn]:
+    def _given_up(self) -> list[PromptTurn]:
         return [self.turn_of[event.lease_id] for event in self._history() if isinstance(event, Dropped) and event.is_final]
 
 

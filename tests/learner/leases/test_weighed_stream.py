@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn, draws
+from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn, StreamState, draws
 
 TASKS: tuple[str, ...] = ("easy", "middle", "hard")
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=3, max_size=3).filter(lambda shares: 1.0 in shares)
@@ -28,7 +28,7 @@ def weighed(number: int, seed: int = 0, **shares: float) -> PromptStream:
 
 def epoch_of(stream: PromptStream) -> Iterator[list[int]]:
     """Yield the prompts that the stream serves in each epoch, in its order."""
-    served: list[Turn] = []
+    served: list[PromptTurn] = []
     while True:
         served.append(stream.next())
         if served[-1].epoch > served[0].epoch:
@@ -72,9 +72,9 @@ def test_shares_hold_from_the_next_turn_on_and_what_was_passed_over_stays_out() 
     order = np.random.default_rng([0, 0]).permutation(6).tolist()
     first = stream.next()
     place = order.index(first.prompt_id)
-    assert stream.peek() != Turn(order[place + 1], 0)
+    assert stream.peek() != PromptTurn(order[place + 1], 0)
     stream.weigh({"easy": 1.0, "middle": 1.0, "hard": 1.0})
-    assert stream.peek() == Turn(order[place + 1], 0), "a look ahead left nothing out"
+    assert stream.peek() == PromptTurn(order[place + 1], 0), "a look ahead left nothing out"
     rest = [stream.next().prompt_id for _ in range(6 - place - 1)]
     assert [*order[:place], first.prompt_id, *rest] == order
     assert (stream.take_left_out(), stream.take_left_out()) == (Counter({0: place} if place else {}), Counter())
@@ -101,13 +101,13 @@ def test_tasks_that_come_with_added_prompts_wait_for_their_epoch() -> None:
     first = stream.next()
     assert stream.grow(3) == 1
     stream.weigh({"old": 0.0, "new": 1.0})
-    assert (first.epoch, stream.next()) == (0, Turn(2, 1))
+    assert (first.epoch, stream.next()) == (0, PromptTurn(2, 1))
     assert stream.take_left_out()[0] == 1
 
 
 def test_turn_brought_forward_gives_back_only_what_the_shares_keep() -> None:
     stream = weighed(12, easy=1.0, middle=0.0, hard=1.0)
-    order = [Turn(prompt_id, 0) for prompt_id in np.random.default_rng([0, 0]).permutation(12).tolist()]
+    order = [PromptTurn(prompt_id, 0) for prompt_id in np.random.default_rng([0, 0]).permutation(12).tolist()]
     assert stream.bring_forward(order[8])
     kept = [turn for turn in order[:8] if turn.prompt_id % 3 != 1]
     assert [stream.next() for _ in range(1 + len(kept))] == [order[8], *kept]
@@ -129,7 +129,7 @@ def test_stream_saved_anywhere_and_given_the_same_shares_goes_on_as_the_first(
     tasks = tasks_of(number + 6)
     stream = PromptStream(number, seed, tasks=tasks)
     replayed: PromptStream | None = None
-    served: list[Turn] = []
+    served: list[PromptTurn] = []
     for _ in range(data.draw(st.integers(1, 25))):
         match data.draw(st.sampled_from(["serve", "serve", "serve", "weigh", "give back", "grow", "save"])):
             case "serve":

@@ -14,7 +14,7 @@ from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.leases import demand
-from offbeat.learner.leases.auto_bound import AutoBound, Decision
+from offbeat.learner.leases.auto_bound import AutoBound, BoundDecision
 from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.groups import Group, LagOf
 from offbeat.learner.leases.log_records import LogFullError
@@ -65,9 +65,9 @@ class FakeBound:
     def __init__(self) -> None:
         self.seen: list[StepRow] = []
 
-    def observe(self, step: StepRow, bounds: StalenessSection) -> Decision | None:
+    def observe(self, step: StepRow, bounds: StalenessSection) -> BoundDecision | None:
         self.seen.append(step)
-        return Decision(6, "too stale") if len(self.seen) == 2 else None
+        return BoundDecision(6, "too stale") if len(self.seen) == 2 else None
 
 
 class FakeDemand:
@@ -77,9 +77,9 @@ class FakeDemand:
 
     def __init__(self) -> None:
         self.seen: list[tuple[Use, int]] = []
-        self.decision: demand.Decision | None = None
+        self.decision: demand.DemandDecision | None = None
 
-    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> demand.Decision | None:
+    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> demand.DemandDecision | None:
         self.seen.append((use, wanted))
         return self.decision
 
@@ -205,10 +205,10 @@ def test_number_of_actors_is_weighed_once_a_batch_by_the_use_of_the_actors() -> 
 
 def test_decision_on_actors_becomes_the_setting_and_advice_an_event() -> None:
     bench = Bench(groups_per_step=1, steps_per_batch=2)
-    bench.demand.decision = demand.Decision(4, "starved")
+    bench.demand.decision = demand.DemandDecision(4, "starved")
     bench.record([{}, {}], [1] * 2, 1)
     assert bench.dispatcher.changes[-1] == ({"scale.actors": "4"}, "auto", "starved")
-    bench.demand.decision = demand.Decision(None, "widen")
+    bench.demand.decision = demand.DemandDecision(None, "widen")
     bench.record([{}, {}], [1] * 2, 3)
     assert len([change for change in bench.dispatcher.changes if "scale.actors" in change[0]]) == 1
     assert (bench.rows[-1]["event"], bench.rows[-1]["detail"]) == ("scale_advice", "widen")

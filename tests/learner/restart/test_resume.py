@@ -24,7 +24,7 @@ from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
 from offbeat.learner.leases.log_records import LogFullError, Position
-from offbeat.learner.leases.prompt_stream import StreamState, Turn
+from offbeat.learner.leases.prompt_stream import PromptTurn, StreamState
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.restart import resume
 from offbeat.learner.restart.resume import Checkpoints, ServiceState
@@ -170,7 +170,7 @@ def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_t
     (older / "extra.bin").unlink()
     trainer = FakeTrainer()
     rows: list[dict[str, Any]] = []
-    resume.tell_damaged(resume.set_damaged_aside(tmp_path, "run"), lambda row: rows.append(row_fields(row)))
+    resume.report_damaged(resume.set_damaged_aside(tmp_path, "run"), lambda row: rows.append(row_fields(row)))
     loaded = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
     assert loaded is not None
     assert (trainer.policy_version, loaded.dispatcher) == (0, states[0])
@@ -335,7 +335,7 @@ def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:
     generating = SavedLease(3, 3, 0, "actor-0", None, is_ready=False, oldest_version=0, granted_at=5.0)
     assert state is not None
     assert (state.run_id, state.noise) == ("oldrun", Noise(0.25, 0.5))
-    assert state.dispatcher.stream == StreamState(5, 3, 4, (Turn(1, 0),))
+    assert state.dispatcher.stream == StreamState(5, 3, 4, (PromptTurn(1, 0),))
     assert state.dispatcher.ledger.counts == LedgerCounts(leased=4, trained=1, expired=1, in_flight=2)
     assert state.dispatcher.ledger.open == (ready, generating)
     assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1488), 1)
@@ -391,7 +391,7 @@ def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
 def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
     state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
     recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
-    (row,) = told(resume.tell_resumed, recovered, 1)
+    (row,) = told(resume.report_resumed, recovered, 1)
     assert row == {
         "kind": "event",
         "event": "resumed",
@@ -409,7 +409,7 @@ def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_h
     ):
         resume.recover_run(old_run, state, more, 3, has_log=True)
     recovered = resume.recover_run(old_run, state, more, 3, has_log=True, may_append=True)
-    first, _ = told(resume.tell_resumed, recovered, 1)
+    first, _ = told(resume.report_resumed, recovered, 1)
     assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "task.train_data", "5", "6")
     assert first["detail"].startswith(
         "1 prompts were added to the end of the 5 of task.train_data; they are leased from epoch 1"
@@ -421,7 +421,7 @@ def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_h
 def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
     config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
     event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)
-    (row,) = told(resume.tell_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), old_run)
+    (row,) = told(resume.report_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), old_run)
     assert (row["event"], row["setting"], row["value"]) == ("setting_kept", "staleness.max_staleness", "3")
     assert f"offbeat set {old_run} staleness.max_staleness={config.staleness.max_staleness}" in row["detail"]
-    assert told(resume.tell_kept_settings, LiveSettings(config, {}), old_run) == []
+    assert told(resume.report_kept_settings, LiveSettings(config, {}), old_run) == []

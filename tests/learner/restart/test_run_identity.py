@@ -27,8 +27,8 @@ from offbeat.learner.restart.run_identity import (
     make_identity,
     read_identity,
     read_prompt_hashes,
+    report_changes,
     require_same_run,
-    tell_changes,
     write_identity,
 )
 from offbeat.protocols.message_parts import ModelHashes
@@ -220,7 +220,7 @@ def test_more_steps_more_actors_and_settings_of_set_are_recorded(config: Config)
     )
     rows: list[Any] = []
     changes = require_same_run(identity_of(config), identity_of(other), NO_PROMPTS, NO_PROMPTS)
-    tell_changes(changes, rows.append)
+    report_changes(changes, rows.append)
     assert rows == [
         EventRow(
             event="resumed_with_changes",

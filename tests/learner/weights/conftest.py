@@ -10,5 +10,5 @@ import torch
 def unpinned() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not torch.cuda.is_available():
-            monkeypatch.setattr("offbeat.learner.weights.editions.pin", lambda *_: None)
+            monkeypatch.setattr("offbeat.learner.weights.double_buffer.pin", lambda *_: None)
         yield

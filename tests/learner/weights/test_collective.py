@@ -10,15 +10,15 @@ import torch
 from offbeat.common.weights.collectives import CollectiveError, CollectiveLateError, Seat
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights import collective as collective_module
-from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, NcclDetour, Transfer
-from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.collective import RETRY_READY_S, Absent, BroadcastOutcome, CollectiveUpdates, NcclDetour
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.messages import WeightUpdate
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, actor
 
 ON_GPU = TRANSPORT._replace(backend="nccl", gpu=LearnerGpu(3, "of the learner"))
 A, B = actor("a"), actor("b")
-SENT = Transfer(is_sent=True, absent=[])
+SENT = BroadcastOutcome(is_sent=True, absent=[])
 
 
 class Clock:
@@ -99,10 +99,10 @@ class Bench:
         if peer not in self.asleep:
             self.store.set(f"weights/{message.epoch}/{message.policy_version}/ready/{message.rank}", "1")
 
-    def send(self, policy_version: int, *recipients: Any) -> Transfer:
-        edition = Edition(WeightBuffer(LAYOUT), policy_version, known_checksum=9)
+    def send(self, policy_version: int, *recipients: Any) -> BroadcastOutcome:
+        snapshot = WeightSnapshot(WeightBuffer(LAYOUT), policy_version, known_checksum=9)
         live = {A.peer, B.peer}
-        return self.updates.send(recipients or (A, B), edition, self.backend, live=lambda: live - self.gone, post=self.post)
+        return self.updates.send(recipients or (A, B), snapshot, self.backend, live=lambda: live - self.gone, post=self.post)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_recipient_that_is_not_ready_at_the_deadline_is_named_and_nothing_is_sen
     bench.asleep.add(B.peer)
     began = bench.clock.now
     late = "did not enter epoch 1 within 5 s (weights.timeout_s)"
-    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(B, late)])
+    assert bench.send(3) == BroadcastOutcome(is_sent=False, absent=[Absent(B, late)])
     assert bench.clock.now - began == pytest.approx(ON_GPU.timeout_s, abs=0.25)
     assert "weights/1/3/go" not in bench.store.keys
     bench.asleep.clear()
@@ -147,7 +147,7 @@ def test_recipient_that_leaves_is_not_blamed_and_ends_the_wait(bench: Bench) -> 
     bench.asleep.add(B.peer)
     began = bench.clock.now
     bench.clock.act = lambda: bench.gone.add(B.peer)
-    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(B, None)])
+    assert bench.send(3) == BroadcastOutcome(is_sent=False, absent=[Absent(B, None)])
     assert bench.clock.now - began < 0.5
 
 
@@ -167,12 +167,12 @@ def test_error_that_a_recipient_reports_about_this_epoch_ends_the_wait(bench: Be
 def test_nobody_is_blamed_when_the_publisher_closes(bench: Bench) -> None:
     bench.asleep |= {A.peer, B.peer}
     bench.clock.act = bench.closing.set
-    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(A, None), Absent(B, None)])
+    assert bench.send(3) == BroadcastOutcome(is_sent=False, absent=[Absent(A, None), Absent(B, None)])
 
 
 def test_broadcast_that_breaks_blames_nobody_until_somebody_is_missing_from_the_retry(bench: Bench) -> None:
     FakeGroup.num_breaks = 1
-    assert bench.send(3) == Transfer(is_sent=False, absent=[], error="bucket 1 of 3: Connection reset by peer")
+    assert bench.send(3) == BroadcastOutcome(is_sent=False, absent=[], error="bucket 1 of 3: Connection reset by peer")
     bench.asleep.add(B.peer)
     began = bench.clock.now
     (absent,) = bench.send(3).absent

@@ -15,8 +15,8 @@ from offbeat.common.records.rows import EventRow, Row
 from offbeat.common.weights import nccl_group
 from offbeat.common.weights.collectives import CollectiveError, GlooGroup
 from offbeat.learner.weights import collective
+from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate

@@ -13,7 +13,7 @@ from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.common.weights.deltas import encode_delta
 from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.deltas import Delta, DeltaChain
-from offbeat.learner.weights.editions import Editions
+from offbeat.learner.weights.double_buffer import DoubleBuffer
 from offbeat.learner.weights.server import WeightServer
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Chunk, LearnerMessage, WeightPull, WeightUpdate
@@ -38,19 +38,19 @@ class Learner:
             open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 12), chunk_bytes=CHUNK_BYTES
         )
         self.server.start(tend=lambda: None, on_failure=self.failures.append)
-        self._editions = Editions(LAYOUT)
+        self._snapshots = DoubleBuffer(LAYOUT)
         self._chain = DeltaChain(LAYOUT, CHUNK_BYTES)
 
     def lend(
         self, policy_version: int, flat: torch.Tensor, tamper: Callable[[Delta], Delta] = lambda delta: delta
     ) -> WeightPull:
-        with self._editions.writing() as buffer:
+        with self._snapshots.writing() as buffer:
             buffer.flat.copy_(flat)
-            self._editions.publish(policy_version)
-        edition = self._editions.take()
-        self._chain.advance(edition)
-        self._editions.give_back(edition)
-        self.server.lend(policy_version, edition.buffer.flat, [tamper(delta) for delta in self._chain.deltas])
+            self._snapshots.publish(policy_version)
+        snapshot = self._snapshots.take()
+        self._chain.advance(snapshot)
+        self._snapshots.give_back(snapshot)
+        self.server.lend(policy_version, snapshot.buffer.flat, [tamper(delta) for delta in self._chain.deltas])
         self.server.admit(PEER)
         return WeightPull(
             policy_version=policy_version,
@@ -58,7 +58,7 @@ class Learner:
             port=self.server.port,
             num_bytes=NUM_BYTES,
             chunk_bytes=CHUNK_BYTES,
-            checksum=edition.checksum,
+            checksum=snapshot.checksum,
             timeout_s=PATIENCE_S,
             bases=tuple(delta.base for delta in self._chain.deltas),
         )

@@ -6,7 +6,7 @@ import torch
 from offbeat.common.weights.deltas import apply_delta, word_bytes
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights.deltas import DeltaChain
-from offbeat.learner.weights.editions import Edition, Editions
+from offbeat.learner.weights.double_buffer import DoubleBuffer, WeightSnapshot
 from offbeat.protocols.messages import MAX_BASES
 
 LAYOUT = make_layout([("a", (3000,)), ("b", ()), ("c", (70, 30))], torch.bfloat16)
@@ -17,7 +17,7 @@ class Bench:
     """A trainer whose versions are lent one after the other."""
 
     def __init__(self) -> None:
-        self.editions = Editions(LAYOUT)
+        self.snapshots = DoubleBuffer(LAYOUT)
         self.chain = DeltaChain(LAYOUT, CHUNK_BYTES)
         self.versions: list[torch.Tensor] = []
         self.checksums: list[int] = []
@@ -25,21 +25,21 @@ class Bench:
 
     def step(self, share: float) -> torch.Tensor:
         """Return the newest weights with this share of the bytes drawn anew."""
-        flat = self.versions[-1].clone() if self.versions else torch.zeros(len(self.editions._current.buffer.flat)).byte()
+        flat = self.versions[-1].clone() if self.versions else torch.zeros(len(self.snapshots._current.buffer.flat)).byte()
         is_changed = torch.rand(len(flat), generator=self._generator) < share
         flat[is_changed] = torch.randint(0, 256, (int(is_changed.sum()),), dtype=torch.uint8, generator=self._generator)
         return flat
 
-    def lend(self, flat: torch.Tensor) -> Edition:
-        with self.editions.writing() as buffer:
+    def lend(self, flat: torch.Tensor) -> WeightSnapshot:
+        with self.snapshots.writing() as buffer:
             buffer.flat.copy_(flat)
-            self.editions.publish(len(self.versions))
-        edition = self.editions.take()
-        self.chain.advance(edition)
-        self.editions.give_back(edition)
+            self.snapshots.publish(len(self.versions))
+        snapshot = self.snapshots.take()
+        self.chain.advance(snapshot)
+        self.snapshots.give_back(snapshot)
         self.versions.append(flat)
-        self.checksums.append(edition.checksum)
-        return edition
+        self.checksums.append(snapshot.checksum)
+        return snapshot
 
     def follow(self, version: int) -> torch.Tensor:
         """Return what an actor makes of this version and the differences."""

@@ -10,17 +10,17 @@ import pytest
 
 from offbeat.common.records.rows import EventRow, PullRow, Row, WeightsRow
 from offbeat.learner.weights import publisher as publisher_module
-from offbeat.learner.weights.collective import Absent, Transfer
-from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.actor_versions import Recipient
+from offbeat.learner.weights.collective import Absent, BroadcastOutcome
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, FakeServer, actor
 
 PATIENCE_S = 10.0
-SENT = Transfer(is_sent=True, absent=[])
-BROKEN = Transfer(is_sent=False, absent=[])
+SENT = BroadcastOutcome(is_sent=True, absent=[])
+BROKEN = BroadcastOutcome(is_sent=False, absent=[])
 
 
 class FakeCollective:
@@ -28,13 +28,19 @@ class FakeCollective:
 
     def __init__(self, transport: Transport, closing: threading.Event) -> None:
         self.asked: queue.Queue[tuple[list[str], Callable[[], set[bytes]]]] = queue.Queue()
-        self.outcomes: queue.Queue[Transfer] = queue.Queue()
+        self.outcomes: queue.Queue[BroadcastOutcome] = queue.Queue()
         self.errors: dict[str, str] = {}
         self.num_distrusts = 0
 
     def send(
-        self, recipients: Sequence[Recipient], edition: Edition, backend: str, *, live: Callable[[], set[bytes]], post: object
-    ) -> Transfer:
+        self,
+        recipients: Sequence[Recipient],
+        snapshot: WeightSnapshot,
+        backend: str,
+        *,
+        live: Callable[[], set[bytes]],
+        post: object,
+    ) -> BroadcastOutcome:
         self.asked.put(([recipient.name for recipient in recipients], live))
         return self.outcomes.get(timeout=PATIENCE_S)
 
@@ -92,7 +98,7 @@ class Bench:
         """Return the members of the next transfer, which then waits for `outcomes`."""
         return self.collective.asked.get(timeout=PATIENCE_S)[0]
 
-    def transfer(self, outcome: Transfer, *versions: Recipient) -> list[str]:
+    def transfer(self, outcome: BroadcastOutcome, *versions: Recipient) -> list[str]:
         """End the next transfer, after which the actors have these versions; return its members."""
         names = self.asked()
         self.live = list(versions) or self.live
@@ -136,7 +142,8 @@ def test_actor_that_is_not_ready_is_excluded_and_the_update_goes_on_without_it(b
     bench = benches(a, b, c)
     bench.publish(0)
     # "c" left: that is no failure.
-    assert bench.transfer(Transfer(is_sent=False, absent=[Absent(b, "was late"), Absent(c, None)]), a, b) == ["a", "b", "c"]
+    outcome = BroadcastOutcome(is_sent=False, absent=[Absent(b, "was late"), Absent(c, None)])
+    assert bench.transfer(outcome, a, b) == ["a", "b", "c"]
     assert bench.transfer(SENT, actor("a", 0), b) == ["a"]
     bench.wait_for(lambda: any(isinstance(row, WeightsRow) for row in bench.rows))
     (row,) = [row for row in bench.rows if isinstance(row, WeightsRow)]
@@ -212,7 +219,7 @@ def test_puller_that_has_staged_is_sent_nothing_until_it_is_late_to_commit(
     bench.tend()
     assert (bench.posted, bench.server.visitors, bench.excluded()) == ([("a", 0)], {}, [])
     began = time.monotonic()
-    monkeypatch.setattr(bench.publisher._standings, "_clock", lambda: began + TRANSPORT.timeout_s + 1.0)
+    monkeypatch.setattr(bench.publisher._actor_versions, "_clock", lambda: began + TRANSPORT.timeout_s + 1.0)
     bench.tend()
     assert bench.excluded() == ["weights 0: a did not commit version 0 within 5 s (weights.timeout_s); left out for 2 s"]
 

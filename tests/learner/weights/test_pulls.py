@@ -1,4 +1,4 @@
-"""A few pulls run at a time, all of one edition, which is lent only while it is pulled."""
+"""A few pulls run at a time, all of one snapshot, which is lent only while it is pulled."""
 
 import time
 from typing import cast
@@ -8,7 +8,7 @@ import torch
 
 from offbeat.common.weights.flat import checksum
 from offbeat.learner.weights import pulls as pulls_module
-from offbeat.learner.weights.editions import Editions
+from offbeat.learner.weights.double_buffer import DoubleBuffer
 from offbeat.learner.weights.pulls import PullService
 from offbeat.learner.weights.server import Visitor, WeightServer
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, FakeServer, actor
@@ -18,11 +18,11 @@ class Bench:
     """A pull service that lends version 3."""
 
     def __init__(self) -> None:
-        self.editions, self.server = Editions(LAYOUT), FakeServer()
-        with self.editions.writing() as buffer:
+        self.snapshots, self.server = DoubleBuffer(LAYOUT), FakeServer()
+        with self.snapshots.writing() as buffer:
             buffer.flat.fill_(3)
-            self.editions.publish(3)
-        self.pulls = PullService(self.editions, cast(WeightServer, self.server), TRANSPORT)
+            self.snapshots.publish(3)
+        self.pulls = PullService(self.snapshots, cast(WeightServer, self.server), TRANSPORT)
         self.pulls.lend(self.pulls.borrow())
 
 

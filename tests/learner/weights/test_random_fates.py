@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.weights import publisher as publisher_module
-from offbeat.learner.weights.collective import Absent, Transfer
-from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.actor_versions import Recipient
+from offbeat.learner.weights.collective import Absent, BroadcastOutcome
+from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import LearnerGpu, Transport
 from offbeat.protocols.messages import WeightsStaged
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, FakeServer
@@ -47,7 +47,7 @@ class Bench:
             record=lambda row: None,
         )
         self.server: Any = self.publisher._server
-        self.publisher._standings._clock = self.publisher._failed._clock = lambda: self.now
+        self.publisher._actor_versions._clock = self.publisher._failed._clock = lambda: self.now
         self.num_sends = 0
 
     def transport(self) -> Transport:
@@ -71,27 +71,27 @@ class Bench:
 
     # The collective
 
-    def send(self, members: Sequence[Recipient], edition: Edition, backend: str, **_: object) -> Transfer:
+    def send(self, members: Sequence[Recipient], snapshot: WeightSnapshot, backend: str, **_: object) -> BroadcastOutcome:
         assert len({member.gpu for member in members}) == len(members) or backend == "gloo"
         self.num_sends += 1
         fate = self.fates.pop(0) if self.fates else self.last
         victim, others = members[0], members[1:]
-        version = edition.policy_version
+        version = snapshot.policy_version
         match fate:
             case "fails for all":
-                return Transfer(is_sent=False, absent=[], error="NCCL did not answer")
+                return BroadcastOutcome(is_sent=False, absent=[], error="NCCL did not answer")
             case "a member is late":
-                return Transfer(is_sent=False, absent=[Absent(victim, "was late")])
+                return BroadcastOutcome(is_sent=False, absent=[Absent(victim, "was late")])
             case "a member dies":
                 del self.live[victim.name]
                 self.be_born(victim.name)
-                return Transfer(is_sent=False, absent=[], error="Connection reset by peer")
+                return BroadcastOutcome(is_sent=False, absent=[], error="Connection reset by peer")
             case "a member breaks":
                 self.errors[victim.name] = "bucket 1 of 1"
                 self.commit(others, version)
             case "sent":
                 self.commit(members, version)
-        return Transfer(is_sent=True, absent=[])
+        return BroadcastOutcome(is_sent=True, absent=[])
 
     def commit(self, members: Sequence[Recipient], version: int) -> None:
         for member in members:

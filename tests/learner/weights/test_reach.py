@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from offbeat.learner.weights.collective import find_reach
-from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.actor_versions import Recipient
+from offbeat.learner.weights.collective import choose_peers
 from offbeat.learner.weights.transport import LearnerGpu
 from tests.learner.weights.weight_fakes import TRANSPORT
 
@@ -15,7 +15,7 @@ LEARNERS = "GPU-0"
 def reach(backend: Literal["gloo", "nccl", "pull"], **gpus: str | None) -> tuple[str, str]:
     """Return the backend, and the names that it reaches, when these actors live on these GPUs."""
     recipients = [Recipient(name.encode(), name, 0, gpu) for name, gpu in gpus.items()]
-    found = find_reach(recipients, TRANSPORT._replace(backend=backend, gpu=LearnerGpu(0, LEARNERS)))
+    found = choose_peers(recipients, TRANSPORT._replace(backend=backend, gpu=LearnerGpu(0, LEARNERS)))
     return found.backend, b"".join(sorted(found.peers)).decode()
 
 

@@ -8,7 +8,7 @@ import pytest
 from offbeat.common.records.rows import FinalRow, LedgerSums, Row, StepRow, encode_row
 from offbeat.learner.reporting.trackers import worker
 from offbeat.learner.reporting.trackers.tracker import Opening, Tracker
-from offbeat.learner.reporting.trackers.worker import Health, track
+from offbeat.learner.reporting.trackers.worker import TrackerHealth, track
 
 OPENING = Opening("mlflow", "mine", "run", {})
 LEDGER = LedgerSums(leased=0, trained=0, dropped={}, expired=0, in_flight=0)
@@ -38,9 +38,9 @@ def final(outcome: str) -> FinalRow:
     return FinalRow(time=2.0, policy_version=2, wall_s=1.0, ledger=LEDGER, outcome=outcome, detail="")
 
 
-def tracked(tracker: Tracker, rows: list[Row]) -> list[Health]:
+def tracked(tracker: Tracker, rows: list[Row]) -> list[TrackerHealth]:
     """Return what is reported while the tracker gets these rows."""
-    reports: list[Health] = []
+    reports: list[TrackerHealth] = []
     track(OPENING, [encode_row(row) for row in rows], reports.append, lambda opening: tracker)
     return reports
 
@@ -72,7 +72,7 @@ def test_failure_is_told_once_until_the_tracker_works_again_with_the_count() -> 
 
     tracker = Kept(fail)
     reports = tracked(tracker, [step(1), step(2), step(3), step(4), final("finished")])
-    assert reports == [Health("ConnectionError: no route to https://********@host/1"), Health(num_lost=3)]
+    assert reports == [TrackerHealth("ConnectionError: no route to https://********@host/1"), TrackerHealth(num_lost=3)]
     assert tracker.rows == [step(4)]
     assert tracker.outcomes == ["finished"]
 
@@ -110,13 +110,13 @@ def test_tracker_that_cannot_be_opened_is_tried_again_and_gets_every_row(monkeyp
 
     track(OPENING, [encode_row(step(1))], reports.append, open_tracker)
     assert tries == [OPENING] * 3
-    assert reports == [Health("OSError: no server"), Health()]
+    assert reports == [TrackerHealth("OSError: no server"), TrackerHealth()]
     assert tracker.rows == [step(1)]
 
 
 def test_call_that_does_not_return_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SLOW_S", 0.01)
-    reports: list[Health] = []
+    reports: list[TrackerHealth] = []
 
     def wait(row: Row) -> None:
         deadline = time.monotonic() + 20
@@ -125,7 +125,7 @@ def test_call_that_does_not_return_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
     tracker = Kept(wait)
     track(OPENING, [encode_row(step(1))], reports.append, lambda opening: tracker)
-    assert reports == [Health("no answer for 0.01 s; it goes on trying"), Health()]
+    assert reports == [TrackerHealth("no answer for 0.01 s; it goes on trying"), TrackerHealth()]
 
 
 def test_failing_end_is_told() -> None:
@@ -133,4 +133,4 @@ def test_failing_end_is_told() -> None:
         def close(self, outcome: str | None) -> None:
             raise TimeoutError("no answer")
 
-    assert tracked(EndsBadly(), [step(1)]) == [Health("TimeoutError: no answer")]
+    assert tracked(EndsBadly(), [step(1)]) == [TrackerHealth("TimeoutError: no answer")]

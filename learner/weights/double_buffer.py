@@ -18,7 +18,7 @@ PATIENCE_S = 1.0
 
 
 @dataclass(eq=False)
-class Edition:
+class WeightSnapshot:
     """One version in a buffer, which is not overwritten while it has readers."""
 
     buffer: WeightBuffer
@@ -30,25 +30,25 @@ class Edition:
 
     @property
     def policy_version(self) -> int:
-        """The version of an edition that was taken."""
+        """The version of a snapshot that was taken."""
         assert self.published is not None, "nothing is taken before the first publication"
         return self.published
 
     @property
     def checksum(self) -> int:
-        """Checksum of the whole buffer of an edition that was taken."""
+        """Checksum of the whole buffer of a snapshot that was taken."""
         assert self.known_checksum is not None, "`take` computes it"
         return self.known_checksum
 
 
-class Editions:
+class DoubleBuffer:
     """Lends the newest version to readers, and a free buffer to the one writer. Any thread may read."""
 
     def __init__(self, layout: tuple[TensorSpec, ...], gpu_index: int | None = None) -> None:
         """`gpu_index`: the GPU that versions are copied from, which reaches pinned memory faster; None: the CPU."""
         self.layout = layout
         self._gpu_index = gpu_index
-        self._current = Edition(self._pinned(WeightBuffer(layout)), None)
+        self._current = WeightSnapshot(self._pinned(WeightBuffer(layout)), None)
         self._spare: WeightBuffer | None = None
         self._has_second = False
         self._is_writing = False
@@ -75,7 +75,7 @@ class Editions:
             if self._current.num_readers:
                 assert self._spare is not None
                 buffer, self._spare = self._spare, None
-            self._current = Edition(buffer, self._current.published)
+            self._current = WeightSnapshot(buffer, self._current.published)
             self._is_writing = True
         try:
             yield buffer
@@ -89,26 +89,26 @@ class Editions:
         with self._changed:
             self._current.published = policy_version
 
-    def take(self) -> Edition:
-        """Return the newest edition, checksum computed, to read it until `give_back`. Waits for: the end of `writing`."""
+    def take(self) -> WeightSnapshot:
+        """Return the newest snapshot, checksum computed, to read it until `give_back`. Waits for: the end of `writing`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_writing)
-            edition = self._current
-            edition.num_readers += 1
-        if edition.known_checksum is None:
-            edition.known_checksum = checksum(edition.buffer.flat)
-        return edition
+            snapshot = self._current
+            snapshot.num_readers += 1
+        if snapshot.known_checksum is None:
+            snapshot.known_checksum = checksum(snapshot.buffer.flat)
+        return snapshot
 
-    def give_back(self, edition: Edition) -> None:
-        """End a reading; the last reader of an old edition leaves its buffer to training."""
+    def give_back(self, snapshot: WeightSnapshot) -> None:
+        """End a reading; the last reader of an old snapshot leaves its buffer to training."""
         with self._changed:
-            edition.num_readers -= 1
-            if not edition.num_readers and edition is not self._current:
-                self._spare = edition.buffer
+            snapshot.num_readers -= 1
+            if not snapshot.num_readers and snapshot is not self._current:
+                self._spare = snapshot.buffer
             self._changed.notify_all()
 
     def provide_spare(self) -> None:
-        """Make the second buffer if there is none, before an edition is lent: not in the training thread, as it takes long."""
+        """Make the second buffer if there is none, before a snapshot is lent: not in the training thread, as it takes long."""
         with self._changed:
             if self._has_second:
                 return

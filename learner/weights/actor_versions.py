@@ -40,7 +40,7 @@ class Exclusion(NamedTuple):
 
 
 @dataclass
-class Standing:
+class ActorVersion:
     """One actor, since it joined."""
 
     sent_version: int | None = None
@@ -57,14 +57,14 @@ class Standing:
     """Name and reason of the last failure."""
 
 
-class Standings:
-    """The standings of all live actors. Not thread-safe: the publisher holds its lock."""
+class ActorVersions:
+    """The actor_versions of all live actors. Not thread-safe: the publisher holds its lock."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Give actors `timeout_s` to commit what they were sent."""
         self._timeout_s = timeout_s
         self._clock = clock
-        self._by_peer: dict[bytes, Standing] = {}
+        self._by_peer: dict[bytes, ActorVersion] = {}
         self._eligible: Set[bytes] = frozenset()
         """Actors that the collective can reach; the others always pull."""
         self._has_anyone_weights = False
@@ -75,7 +75,7 @@ class Standings:
     def num_excluded(self) -> int:
         """Actors that are left out now."""
         now = self._clock()
-        return sum(standing.excluded_until > now for standing in self._by_peer.values())
+        return sum(actor.excluded_until > now for actor in self._by_peer.values())
 
     def forget(self, peer: bytes) -> None:
         """Forget an actor that is new or came back: nothing that it was sent before counts."""
@@ -90,11 +90,11 @@ class Standings:
         self._has_anyone_weights = any(recipient.policy_version is not None for recipient in recipients)
         self._by_peer = {recipient.peer: self._find(recipient.peer) for recipient in recipients}
         for recipient in recipients:
-            standing = self._by_peer[recipient.peer]
-            sent = newest if standing.sent_version is None else min(newest, standing.sent_version)
+            actor = self._by_peer[recipient.peer]
+            sent = newest if actor.sent_version is None else min(newest, actor.sent_version)
             if recipient.policy_version is not None and recipient.policy_version >= sent:
-                standing.needs_pull = False
-                standing.num_breaks = 0
+                actor.needs_pull = False
+                actor.num_breaks = 0
 
     def behind(self, recipients: Iterable[Recipient], newest: int) -> Behind:
         """Return the actors that need the newest weights now, by transport: not those left out, nor those about to commit."""
@@ -135,31 +135,31 @@ class Standings:
         """
         if not self._is_behind(recipient, newest):
             return False
-        standing = self._standing(recipient.peer)
-        standing.num_breaks += 1
-        if standing.num_breaks > 1 or self._must_pull(recipient) or error.startswith(WRONG_CHECKSUM):
+        actor = self._record(recipient.peer)
+        actor.num_breaks += 1
+        if actor.num_breaks > 1 or self._must_pull(recipient) or error.startswith(WRONG_CHECKSUM):
             self.exclude(recipient.peer, recipient.name, f"could not take the weights: {error}")
             return False
-        standing.sent_version = None
+        actor.sent_version = None
         return True
 
     def note_sent(self, peer: bytes, policy_version: int) -> None:
         """Note that an actor has the bytes of this version, and should commit it."""
-        standing = self._standing(peer)
-        standing.sent_version, standing.sent_at = policy_version, self._clock()
+        actor = self._record(peer)
+        actor.sent_version, actor.sent_at = policy_version, self._clock()
 
     def exclude(self, peer: bytes, name: str, why: str) -> None:
         """Leave an actor out of updates for a while, twice as long each time in a row; afterwards it pulls."""
         now = self._clock()
-        standing = self._standing(peer)
-        if now - standing.excluded_until > LONGEST_EXCLUSION_S:
-            standing.num_failures = 0
-        standing.num_failures += 1
-        standing.sent_version = None
-        standing.needs_pull = True
-        seconds = min(LONGEST_EXCLUSION_S, 2.0**standing.num_failures)
-        standing.excluded_until = now + seconds
-        standing.why = f"{name} {why}"
+        actor = self._record(peer)
+        if now - actor.excluded_until > LONGEST_EXCLUSION_S:
+            actor.num_failures = 0
+        actor.num_failures += 1
+        actor.sent_version = None
+        actor.needs_pull = True
+        seconds = min(LONGEST_EXCLUSION_S, 2.0**actor.num_failures)
+        actor.excluded_until = now + seconds
+        actor.why = f"{name} {why}"
         self._news.append(Exclusion(name, why, seconds))
 
     def take_news(self) -> list[Exclusion]:
@@ -171,16 +171,16 @@ class Standings:
         """Return a line for each actor that is left out."""
         now = self._clock()
         return [
-            f"{standing.why}; no weights for another {standing.excluded_until - now:.0f} s"
-            for standing in self._by_peer.values()
-            if standing.excluded_until > now
+            f"{actor.why}; no weights for another {actor.excluded_until - now:.0f} s"
+            for actor in self._by_peer.values()
+            if actor.excluded_until > now
         ]
 
-    def _find(self, peer: bytes) -> Standing:
-        return self._by_peer.get(peer, Standing())
+    def _find(self, peer: bytes) -> ActorVersion:
+        return self._by_peer.get(peer, ActorVersion())
 
-    def _standing(self, peer: bytes) -> Standing:
-        return self._by_peer.setdefault(peer, Standing())
+    def _record(self, peer: bytes) -> ActorVersion:
+        return self._by_peer.setdefault(peer, ActorVersion())
 
     def _is_behind(self, recipient: Recipient, newest: int) -> bool:
         """Return whether the actor lacks the newest version, and is not left out."""
@@ -195,6 +195,6 @@ class Standings:
         return sent == newest or self._must_pull(recipient)
 
     def _must_pull(self, recipient: Recipient) -> bool:
-        standing = self._find(recipient.peer)
-        has_nothing = recipient.policy_version is None and standing.sent_version is None
-        return not self.is_eligible(recipient) or standing.needs_pull or (has_nothing and self._has_anyone_weights)
+        actor = self._find(recipient.peer)
+        has_nothing = recipient.policy_version is None and actor.sent_version is None
+        return not self.is_eligible(recipient) or actor.needs_pull or (has_nothing and self._has_anyone_weights)
