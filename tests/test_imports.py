@@ -19,7 +19,7 @@ ALLOWED = {
     "common/settings": {"common", "common/models", "protocols"},
     "common/models": {"common", "common/processes", "protocols"},
     "common/processes": {"common"},
-    "common/records": {"common", "common/settings", "protocols"},
+    "common/records": {"common", "common/processes", "common/settings", "protocols"},
     "common/user_code": {"common", "common/processes", "common/records", "common/settings", "protocols"},
     "common/weights": {"protocols"},
     "actor": {"actor/*", "common/*", "common", "protocols"},

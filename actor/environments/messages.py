@@ -1,15 +1,13 @@
-"""The messages between an actor and the processes that run its environment, and the pipe that carries them.
+"""The messages between an actor and the processes that run its environment.
 
     actor  -> Begin, Play, Sampled, Cancel -> worker
     worker -> Ready, Sample, Withdraw, Ended, Failed -> actor
 
-Each message is four bytes with its length, then msgpack. Neither side waits for the other: bytes that the socket does not
-take stay in a buffer. The user's code runs in the worker, so whatever comes from there is checked before it is used.
+A `Pipe` carries them, and neither side waits for the other. The user's code runs in the worker, so whatever comes from there is
+checked before it is used.
 """
 
 import hashlib
-import socket
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,6 @@ import numpy as np
 
 from offbeat.protocols.fields import FreeText, Natural, Positive, RewardParts
 
-HEAD = struct.Struct("<I")
-MAX_BYTES = 64 << 20
-"""Largest message, and most bytes that wait for a worker that does not read."""
-READ_BYTES = 1 << 18
 PROMPT = -1
 """Stands for the lease's prompt among the numbers of turns, which are from 0."""
 
@@ -138,79 +132,5 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(token_ids, dtype=np.int32).tobytes()).hexdigest()
 
 
-_encoder = msgspec.msgpack.Encoder()
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-
-
-def framed(message: ToWorker | FromWorker) -> bytes:
-    """Return the bytes of a message on the pipe."""
-    body = _encoder.encode(message)
-    return HEAD.pack(len(body)) + body
-
-
-def decode_to_worker(body: bytes) -> ToWorker:
-    """Return the actor's message."""
-    return _to_worker.decode(body)
-
-
-class BrokenPipeToWorkerError(Exception):
-    """The worker has closed the pipe, does not read, or has sent something else than messages; the text says which."""
-
-
-class Pipe:
-    """The actor's end: sends and receives without waiting."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self._socket = end
-        self._unsent = bytearray()
-        self._received = bytearray()
-
-    def send(self, message: ToWorker) -> None:
-        """Queue a message; raise `BrokenPipeToWorkerError` when too much waits already."""
-        if len(self._unsent) > MAX_BYTES:
-            raise BrokenPipeToWorkerError("it has not read its messages")
-        self._unsent += framed(message)
-
-    def exchange(self) -> list[FromWorker]:
-        """Send what the socket takes, and return the messages that have arrived. Raise `BrokenPipeToWorkerError`."""
-        try:
-            if self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise BrokenPipeToWorkerError("it has ended") from error
-        return self._read()
-
-    def close(self) -> None:
-        """Close the pipe, which ends the worker."""
-        self._socket.close()
-
-    def _read(self) -> list[FromWorker]:
-        try:
-            while more := self._socket.recv(READ_BYTES):
-                self._received += more
-                if len(more) < READ_BYTES:
-                    break
-            else:
-                raise BrokenPipeToWorkerError("it has ended")
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise BrokenPipeToWorkerError("it has ended") from error
-        messages: list[FromWorker] = []
-        while len(self._received) >= HEAD.size:
-            (length,) = HEAD.unpack_from(self._received)
-            if length > MAX_BYTES:
-                raise BrokenPipeToWorkerError("it has sent something else than messages")
-            if len(self._received) < HEAD.size + length:
-                break
-            body = bytes(self._received[HEAD.size : HEAD.size + length])
-            del self._received[: HEAD.size + length]
-            try:
-                messages.append(_from_worker.decode(body))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise BrokenPipeToWorkerError(f"it has sent something else than messages: {error}") from error
-        return messages
+TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)

@@ -9,9 +9,7 @@ without harm to the engine.
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, assert_never
@@ -25,7 +23,7 @@ from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import Session
 from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
-    HEAD,
+    TO_WORKER,
     Begin,
     Cancel,
     Ended,
@@ -34,17 +32,14 @@ from offbeat.actor.environments.messages import (
     Play,
     Ready,
     Sampled,
-    decode_to_worker,
-    framed,
 )
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.rewards.failures import failure_of, file_of
 from offbeat.actor.rewards.functions import reward_of
-from offbeat.actor.rewards.guard import guard_session
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import load_tokenizer
+from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
 from offbeat.common.processes.environment import prepare_environment
-from offbeat.common.processes.shutdown import die_with_parent
 
 NUM_THREADS = 512
 """Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's
@@ -153,7 +148,7 @@ class Worker:
 async def serve(end: socket.socket) -> None:
     """Play the episodes that the actor asks for, until it closes the pipe."""
     reader, writer = await asyncio.open_unix_connection(sock=end)
-    begin = decode_to_worker(await _read(reader))
+    begin = TO_WORKER.decode(await read_message(reader))
     assert isinstance(begin, Begin)
     try:
         function = load_environment(begin.function)
@@ -172,36 +167,19 @@ async def serve(end: socket.socket) -> None:
     worker = Worker(begin, function, chat_format, parser, writer)
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            message = decode_to_worker(await _read(reader))
+            message = TO_WORKER.decode(await read_message(reader))
             assert not isinstance(message, Begin)
             worker.handle(message)
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-    return await reader.readexactly(length)
-
-
-def run_worker(end: socket.socket, parent: int) -> NoReturn:
-    """Serve the actor at the other end until it closes the pipe or the process with the id `parent` dies."""
-    die_with_parent(parent)
+def run_worker(end: socket.socket) -> NoReturn:
+    """Serve the actor at the other end until it closes the pipe. Call it in a child that has no thread."""
     guard_session()
-    # The actor ends this process; Ctrl-C on a terminal reaches its whole group.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
     prepare_environment()
-    # What the user's function starts must not keep the pipe open.
-    end.set_inheritable(False)
     asyncio.run(serve(end))
     # Tasks of the user's that ignore their cancellation must not keep the process.
     os._exit(0)
 
 
-def main() -> None:
-    """Serve the actor with the process id in the second argument; the first is the pipe's file descriptor."""
-    descriptor, parent = map(int, sys.argv[1:])
-    run_worker(socket.socket(fileno=descriptor), parent)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(socket.socket(fileno=join_parent()))

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
-from offbeat.actor.environments.worker_starts import WorkerStarts, choose_starts
+from offbeat.actor.environments.messages import FROM_WORKER, Begin, FromWorker, Ready, ToWorker
+from offbeat.actor.environments.worker_starts import WorkerStarts, can_fork
 from offbeat.common.errors import ServiceError
+from offbeat.common.processes.child import ChildError, Pipe
 from offbeat.common.settings.config import Config, max_episode_tokens
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
     )
-    starts = choose_starts(has_parser=bool(begin.tool_parser or begin.reasoning_parser))
+    starts = WorkerStarts(forks=can_fork(), has_parser=bool(begin.tool_parser or begin.reasoning_parser))
     return Workers(begin, config.environment.workers, starts)
 
 
@@ -45,7 +46,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = starts.start(theirs)
-        self._pipe = Pipe(ours)
+        self._pipe = Pipe(ours, FROM_WORKER)
         self._pipe.send(begin)
         self.episodes: set[str] = set()
         """Episodes that have begun here and have not ended."""
@@ -53,17 +54,18 @@ class WorkerProcess:
         self.started_at = now
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message. Raise `BrokenPipeToWorkerError`."""
+        """Queue a message. Raise `ChildError`."""
         self._pipe.send(message)
 
     def exchange(self) -> list[FromWorker]:
-        """Send what waits and return what has arrived. Raise `BrokenPipeToWorkerError`."""
+        """Send what waits and return what has arrived. Raise `ChildError`."""
         return self._pipe.exchange()
 
     def kill(self) -> None:
         """Kill the process; its guard kills what it has started."""
         self._pipe.close()
         self._process.kill()
+        self._process.wait()
 
 
 class Workers:
@@ -123,8 +125,8 @@ class Workers:
             try:
                 messages = worker.exchange()
                 if not worker.is_ready and self._clock() > worker.started_at + START_S:
-                    raise BrokenPipeToWorkerError(f"it was not ready after {START_S:g} s")
-            except BrokenPipeToWorkerError as error:
+                    raise ChildError(f"it was not ready after {START_S:g} s")
+            except ChildError as error:
                 yield from self._replace(index, str(error))
                 continue
             for message in messages:
@@ -142,7 +144,7 @@ class Workers:
     def _try_to_send(self, worker: WorkerProcess, message: ToWorker) -> None:
         try:
             worker.send(message)
-        except BrokenPipeToWorkerError:
+        except ChildError:
             # The next `poll` finds it.
             logger.debug("an environment worker does not read")
 
@@ -176,8 +178,8 @@ class Workers:
                 if self._clock() > deadline:
                     raise ServiceError(f"the environment of task.environment was not ready after {START_S:g} s")
                 time.sleep(LOOK_S)
-        except (BrokenPipeToWorkerError, ServiceError) as error:
+        except (ChildError, ServiceError) as error:
             self.close()
-            if isinstance(error, BrokenPipeToWorkerError):
+            if isinstance(error, ChildError):
                 raise ServiceError(f"an environment worker cannot start: {error}; its output is above") from error
             raise

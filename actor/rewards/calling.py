@@ -22,11 +22,10 @@ from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import Outcome, RewardFunction, load_reward
-from offbeat.actor.rewards.guard import guard_session
 from offbeat.actor.rewards.retries import RateLimiter
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import one_line
-from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.processes.child import become_child, guard_session
 from offbeat.common.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -277,11 +276,9 @@ class WorkerProcesses:
 
 
 def _prepare_worker(parent_pid: int) -> None:
-    die_with_parent(parent_pid)
+    # A scheduler that takes a machine away sends SIGTERM to every process, and a leaving actor still needs this one.
+    become_child(parent_pid, ignored=[signal.SIGTERM])
     guard_session()
-    # A scheduler that takes a machine away sends SIGTERM to every process, and a leaving actor still needs this one. A handler,
-    # not SIG_IGN: programs that the reward starts would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """A process beside the learner that gets the rows of a run's metrics, and that the learner never waits for.
 
 rows -> `RowProcess.add` -> queue of bounded length -> stdin of the process
-reports of the process <- a pipe, whose number is its last argument but one; the last is the learner's process id
+reports of the process <- a pipe
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from offbeat.common.processes.child import start_child
 from offbeat.common.records.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.records.rows import Row, encode_row
 
@@ -118,9 +119,8 @@ class RowProcess:
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._reports, theirs = os.pipe()
-        whole = [*command, str(theirs), str(os.getpid())]
         with self._log.open("ab") as log:
-            process = subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, pass_fds=(theirs,))
+            process = start_child(command, theirs, stdin=subprocess.PIPE, log=log)
         os.close(theirs)
         return process
 

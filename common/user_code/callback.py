@@ -1,29 +1,56 @@
-"""The learner's end of the user's `metrics.callback`: hands it rows, and never waits for it.
+"""The user's `metrics.callback`: a function that is called with each row, in a process of its own.
 
-The function is called in a process of its own (`common.records.row_process`, `common.user_code.callback_worker`). A slow
-function loses the oldest rows. A function that raises is called with the next row again. Both are counted and reported.
+    learner -> `Callback.add` -> stdin: lines of metrics.jsonl -> the user's function
+    learner <- pipe: `CallbackReport`s: loaded or refused, failures, the wish to stop
+
+The function may be slow, hold the interpreter's lock, crash or end its process: training goes on beside it. A slow function
+loses the oldest rows. A function that raises is called with the next row again. Both are counted and reported.
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import msgspec
 
-from offbeat.common.errors import SeveralSettingsError
+from offbeat.common.errors import SettingError, SeveralSettingsError, StopRun
+from offbeat.common.processes.child import join_parent
 from offbeat.common.records.row_process import RowProcess
 from offbeat.common.records.rows import Row
-from offbeat.common.user_code.callback_worker import SETTING, Report
+from offbeat.common.user_code.functions import load_function, located
+from offbeat.protocols.text import plain
 
 logger = logging.getLogger(__name__)
 
+SETTING = "metrics.callback"
 LOAD_S = 30.0
 """Longest wait for the import of the user's module before the run begins without it."""
+MAX_REASON = 300
+"""Characters of a reason to stop."""
+
+RowCallback = Callable[[dict[str, Any]], object]
+"""Takes a row of `metrics.jsonl` as a dict; the result is not used."""
+
+
+class CallbackReport(msgspec.Struct, frozen=True):
+    """A message of the worker to the learner."""
+
+    kind: Literal["loaded", "refused", "failed", "stop"]
+    """`refused`: the function cannot be imported. `failed`: a call raised. `stop`: it raised `StopRun`."""
+    detail: str = ""
+    """The mistake, the error with its place, or the reason to stop."""
+
+
+def load_callback(path: str) -> RowCallback:
+    """Return the function `module:function`. Raises `SettingError` if there is none, or it does not take a row."""
+    return load_function(path, setting=SETTING, parameters=("row",))
 
 
 class Callback:
@@ -44,7 +71,7 @@ class Callback:
         self._num_failed = 0
         self._loaded = threading.Event()
         self._refusal: str | None = None
-        command = [sys.executable, "-m", "offbeat.common.user_code.callback_worker", path]
+        command = [sys.executable, "-m", "offbeat.common.user_code.callback", path]
         self._rows = RowProcess(SETTING, command, log, self._handle, self._end)
 
     def wait_loaded(self) -> None:
@@ -73,7 +100,7 @@ class Callback:
         self.close()
 
     def _handle(self, line: bytes) -> None:
-        report = msgspec.json.decode(line, type=Report)
+        report = msgspec.json.decode(line, type=CallbackReport)
         match report.kind:
             case "loaded":
                 self._loaded.set()
@@ -96,3 +123,33 @@ class Callback:
             self._refusal = f'{SETTING} = "{self._path}": importing it ended the process. {self._log} may say why.'
         self._loaded.set()
         return why
+
+
+# In the process of the function
+
+
+def call_with_rows(path: str, reports: int) -> None:
+    """Call the function with each row from stdin until it ends; send reports to the file descriptor `reports`."""
+
+    def report(kind: Literal["loaded", "refused", "failed", "stop"], detail: str = "") -> None:
+        os.write(reports, msgspec.json.encode(CallbackReport(kind, detail)) + b"\n")
+
+    try:
+        callback = load_callback(path)
+    except SettingError as error:
+        report("refused", str(error))
+        return
+    report("loaded")
+    for line in sys.stdin.buffer:
+        try:
+            callback(msgspec.json.decode(line))
+        except StopRun as wish:
+            report("stop", plain(" ".join(str(wish).split()), MAX_REASON))
+        # The user's code, which may also call `sys.exit`.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            traceback.print_exc()
+            report("failed", located(error))
+
+
+if __name__ == "__main__":
+    call_with_rows(sys.argv[1], join_parent())

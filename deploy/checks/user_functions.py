@@ -17,7 +17,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import own_functions
 from offbeat.common.settings.eval_sets import eval_sets
-from offbeat.common.user_code.callback_worker import load_callback
+from offbeat.common.user_code.callback import load_callback
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
 from offbeat.learner.curriculum import OwnCurriculum

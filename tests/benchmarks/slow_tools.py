@@ -124,7 +124,7 @@ def loop() -> Iterator[Loop]:
 
     from offbeat.actor.engines.choice import make_engine
     from offbeat.actor.environments.messages import Begin
-    from offbeat.actor.environments.worker_starts import NewInterpreters
+    from offbeat.actor.environments.worker_starts import WorkerStarts
     from offbeat.actor.environments.workers import Workers
     from offbeat.common.models.folders import hash_model
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
@@ -146,7 +146,7 @@ def loop() -> Iterator[Loop]:
             max_length=MAX_LENGTH,
             max_episode_tokens=MAX_LENGTH,
         )
-        workers = Workers(begin, 1, NewInterpreters())
+        workers = Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
         try:
             yield Loop(engine, workers, AutoTokenizer.from_pretrained(folder).encode("1+1="))
         finally:

@@ -5,7 +5,6 @@ learner <- pipe: `TrackerHealth`, whenever it changes
 """
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.processes.child import join_parent
 from offbeat.common.records.rows import FinalRow, OtherRow, decode_row
 from offbeat.common.setting_text import without_logins
 from offbeat.learner.reporting.trackers.mlflow_tracker import MlflowTracker
@@ -100,17 +99,12 @@ def track(opening: Opening, lines: Iterable[bytes], report: Callable[[TrackerHea
 
 
 def main() -> None:
-    """Serve the learner, whose process id is the second argument; the first is the pipe for reports."""
-    reports, parent = sys.argv[1:]
-    die_with_parent(int(parent))
-    # What the library starts must not keep the pipe open.
-    os.set_inheritable(int(reports), False)
-    # Ctrl-C on a terminal reaches the learner's whole group; the learner ends this process after its last row.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    """Serve the learner that has started this process."""
+    reports = join_parent()
 
     def report(health: TrackerHealth) -> None:
-        os.write(int(reports), msgspec.json.encode(health) + b"\n")
+        os.write(reports, msgspec.json.encode(health) + b"
+")
 
     opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
     track(opening, sys.stdin.buffer, report, OPEN[opening.kind])

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.actor.environments import forker, worker_starts
+from offbeat.actor.environments import worker_starts
 from offbeat.actor.environments.messages import Begin
-from offbeat.actor.environments.worker_starts import Fork, Forks, NewInterpreter, NewInterpreters, choose_starts
+from offbeat.actor.environments.worker_starts import FORKER, WORKER, WorkerStarts, can_fork
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.child import Fork
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
 
 ACTOR = """
@@ -27,18 +28,19 @@ transformers = sys.modules["transformers"] = types.ModuleType("transformers")
 transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda folder: None)
 
 from offbeat.actor.environments.messages import Begin, Play
-from offbeat.actor.environments.worker_starts import ForkOfActor, Forks
+from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
+from offbeat.common.processes.child import Fork
 
 logging.basicConfig()
 signal.signal(signal.SIGTERM, lambda *_: None)
 print("once", end=" ")
-starts = Forks(has_parser=False)
+starts = WorkerStarts(forks=True, has_parser=False)
 begin = Begin(
     function="games:play", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
 )
 workers = Workers(begin, 2, starts)
-print(type(starts._forker) is ForkOfActor, flush=True)
+print(type(starts._forker) is Fork, flush=True)
 print(os.getpid(), starts._forker.pid, *[one._process.pid for one in workers._workers], flush=True)
 for line in sys.stdin:
     for name in "ab":
@@ -62,6 +64,14 @@ async def play(chat, row):
 """
 
 
+FORK_SERVER = """
+import os, socket, threading, time
+from offbeat.actor.environments import worker_starts as starts
+from offbeat.common.processes.child import join_parent
+requests = socket.socket(fileno=join_parent())
+"""
+
+
 @pytest.fixture
 def end() -> Iterator[socket.socket]:
     """A worker's end of its pipe."""
@@ -70,14 +80,17 @@ def end() -> Iterator[socket.socket]:
         yield theirs
 
 
+def use_forker(monkeypatch: pytest.MonkeyPatch, *, imports: str = "None", worker: str = "time.sleep(600)") -> None:
+    """Make the forker import, and its workers do, something that takes no time to begin."""
+    code = f"{FORK_SERVER}starts._import = lambda **_: {imports}\nstarts.run_worker = lambda end: {worker}\n"
+    code += "starts.serve_forks(requests, has_parser=False)"
+    monkeypatch.setattr(worker_starts, "FORKER", (sys.executable, "-c", code))
+
+
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forker without imports, whose workers do nothing."""
-    code = (
-        "import time; from offbeat.actor.environments import forker; forker._import = lambda **_: None;"
-        "forker.run_worker = lambda end, parent: (forker.die_with_parent(parent), time.sleep(600)); forker.main()"
-    )
-    monkeypatch.setattr(forker, "COMMAND", (sys.executable, "-c", code))
+    use_forker(monkeypatch)
 
 
 def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp_path: Path) -> None:
@@ -92,7 +105,7 @@ def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp
     with actor, actor.stdin, actor.stdout:
         assert actor.stdout.readline() == "once True\n"
         pids = [int(pid) for pid in actor.stdout.readline().split()]
-        assert [processes.arguments(pid)[2] for pid in pids[1:]] == [forker.COMMAND[2], forker.WORKER[2], forker.WORKER[2]]
+        assert [processes.arguments(pid)[2] for pid in pids[1:]] == [FORKER[2], WORKER[2], WORKER[2]]
         draws: set[str] = set()
         for _ in range(2):
             actor.stdin.write("play\n")
@@ -110,77 +123,60 @@ def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp
 
 
 def test_signals_of_the_group_end_neither_forker_nor_worker(light: None, end: socket.socket) -> None:
-    forks = Forks(has_parser=False)
+    forks = WorkerStarts(forks=True, has_parser=False)
     worker = forks.start(end)
     assert isinstance(worker, Fork)
-    assert isinstance(forks._forker, NewInterpreter)
+    assert isinstance(forks._forker, subprocess.Popen)
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(forks._forker.pid, number)
     second = forks.start(end)
     assert isinstance(second, Fork)
     assert not processes.has_ended(worker.pid)
-    worker.kill()
+    end_now(worker)
     assert processes.has_ended(worker.pid)
     # A second time it may mean another process.
-    worker.kill()
+    end_now(worker)
     forks.close()
     until(lambda: processes.has_ended(second.pid))
     forks.close()
 
 
 def test_dead_forker_is_replaced_by_new_interpreters(light: None, end: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
-    forks = Forks(has_parser=False)
+    forks = WorkerStarts(forks=True, has_parser=False)
     first = forks.start(end)
     assert forks._forker is not None
     forks._forker.kill()
     until(lambda: processes.has_ended(first.pid))
     second = forks.start(end)
-    assert isinstance(second, NewInterpreter)
+    assert isinstance(second, subprocess.Popen)
     assert "environment workers cannot be forked" in caplog.text
-    second.kill()
-    third = forks.start(end)
-    third.kill()
+    end_now(second)
+    end_now(forks.start(end))
     assert caplog.text.count("cannot be forked") == 1
 
 
 def test_process_whose_imports_start_threads_is_not_forked(
     end: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code = (
-        "import threading, time; from offbeat.actor.environments import forker;"
-        "forker._import = lambda **_: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); forker.main()"
-    )
-    monkeypatch.setattr(forker, "COMMAND", (sys.executable, "-c", code))
-    forks = Forks(has_parser=False)
+    use_forker(monkeypatch, imports="threading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+    forks = WorkerStarts(forks=True, has_parser=False)
     worker = forks.start(end)
-    assert isinstance(worker, NewInterpreter)
+    assert isinstance(worker, subprocess.Popen)
     assert "the imports have started threads" in caplog.text
-    worker.kill()
+    end_now(worker)
 
 
-def test_starts_are_closed_with_their_workers_also_where_none_could_start(tmp_path: Path) -> None:
-    class Dead:
-        pid = 0
-
-        def kill(self) -> None:
-            pass
-
-    class NoStarts:
-        is_closed = False
-
-        def start(self, end: socket.socket) -> Dead:
-            return Dead()
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    starts = NoStarts()
+def test_starts_are_closed_with_their_workers_also_where_none_could_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_forker(monkeypatch, worker="os._exit(0)")
+    starts = WorkerStarts(forks=True, has_parser=False)
+    forker = starts._forker
+    assert forker is not None
     begin = Begin(
         function="", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
     )
     with pytest.raises(ServiceError, match="an environment worker cannot start"):
         Workers(begin, 1, starts)
-    assert starts.is_closed
+    until(lambda: processes.has_ended(forker.pid))
 
 
 @pytest.mark.parametrize(
@@ -191,13 +187,17 @@ def test_nothing_is_forked_where_a_fork_is_not_safe_or_not_known(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(worker_starts, "has_gpu", lambda: False)
-    monkeypatch.setattr(worker_starts, "Forks", lambda has_parser: "forks")
-    assert choose_starts(has_parser=False) == "forks"
+    assert can_fork()
     if isinstance(value, str):
         monkeypatch.setenv(name, value)
     else:
         monkeypatch.setattr(worker_starts, name, value)
-    assert isinstance(choose_starts(has_parser=False), NewInterpreters)
+    assert not can_fork()
+
+
+def end_now(process: Fork | subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def until(claim: Callable[[], bool]) -> None:

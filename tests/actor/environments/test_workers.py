@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, Withdraw
-from offbeat.actor.environments.worker_starts import Forks
+from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes import process_table as processes
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-class SharedForks(Forks):
+class SharedForks(WorkerStarts):
     """Forks for all tests, which close their workers."""
 
     def close(self) -> None:
@@ -94,15 +94,15 @@ class SharedForks(Forks):
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
+def forks() -> Iterator[WorkerStarts]:
     """The imports take seconds."""
-    forks = SharedForks(has_parser=False)
+    forks = SharedForks(forks=True, has_parser=False)
     yield forks
-    Forks.close(forks)
+    WorkerStarts.close(forks)
 
 
 @pytest.fixture(scope="module")
-def one_process(tiny_model: Path, forks: Forks) -> Iterator[Workers]:
+def one_process(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
     """For tests that leave it alive."""
     workers = Workers(begin(tiny_model), 1, forks)
     yield workers
@@ -123,7 +123,7 @@ def workers(one_process: Workers) -> Workers:
 
 
 @pytest.fixture
-def fragile(tiny_model: Path, forks: Forks) -> Iterator[Workers]:
+def fragile(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
     workers = Workers(begin(tiny_model), 1, forks)
     yield workers
     workers.close()
@@ -302,7 +302,7 @@ def test_processes_that_all_die_end_the_actor_with_the_reason(fragile: Workers, 
     [("games:plain", "not async"), ("games:none", "has no 'none'"), ("nowhere:play", "no module 'nowhere'")],
 )
 def test_function_that_cannot_play_is_refused_before_anything_is_played(
-    tiny_model: Path, forks: Forks, function: str, why: str
+    tiny_model: Path, forks: WorkerStarts, function: str, why: str
 ) -> None:
     before = worker_pids()
     with pytest.raises(ServiceError, match=why):

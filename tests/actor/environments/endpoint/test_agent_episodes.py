@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.messages import (
-    HEAD,
+    FROM_WORKER,
     Begin,
     Cancel,
     Ended,
@@ -22,11 +22,11 @@ from offbeat.actor.environments.messages import (
     Play,
     Sample,
     Sampled,
-    _from_worker,
     digest_of,
 )
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.environments.worker import Worker
+from offbeat.common.processes.child import HEAD
 
 PROMPT: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 ROW = '{"answer": "4"}'
@@ -43,7 +43,7 @@ class Actor:
         self.ends: asyncio.Queue[Ended | Failed] = asyncio.Queue()
 
     def write(self, data: bytes) -> None:
-        message: FromWorker = _from_worker.decode(data[HEAD.size :])
+        message: FromWorker = FROM_WORKER.decode(data[HEAD.size :])
         match message:
             case Sample():
                 self.samples.append(message)

@@ -1,4 +1,4 @@
-"""Nothing that a reward process has started outlives it, whatever ends it."""
+"""Nothing that a guarded child has started outlives it, whatever ends it."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import subprocess, sys, time
-from offbeat.actor.rewards.guard import guard_session
+from offbeat.common.processes.child import guard_session
 
 guard_session()
 child = subprocess.Popen(["sh", "-c", "sleep 60 & echo started; wait"], stdout=subprocess.PIPE, text=True, process_group=0)
@@ -45,7 +45,7 @@ def wait_for(is_so: Callable[[], bool]) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the guard")
 @pytest.mark.parametrize("end", ["kill", "exit"])
-def test_children_of_a_reward_process_and_theirs_end_with_it(end: str) -> None:
+def test_what_a_guarded_process_has_started_ends_with_it(end: str) -> None:
     root = Path(__file__).parents[3]
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
