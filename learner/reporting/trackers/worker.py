@@ -103,8 +103,7 @@ def main() -> None:
     reports = join_parent()
 
     def report(health: TrackerHealth) -> None:
-        os.write(reports, msgspec.json.encode(health) + b"
-")
+        os.write(reports, msgspec.json.encode(health) + b"\n")
 
     opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
     track(opening, sys.stdin.buffer, report, OPEN[opening.kind])
