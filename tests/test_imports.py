@@ -320,8 +320,6 @@ SLIVERS = {
     "deploy/local/device_turns.py": "turns of services on one GPU; the launcher is at its size",
     "deploy/local/quickstart/lookup.py": "one task among its kind",
     "deploy/local/wanted.py": "the wanted number of actors; the launcher is at its size",
-    "learner/diagnostics/gradient_direction.py": "a measurement that the trainer, at its size, only calls",
-    "learner/policy/compiling.py": "imports torch's compiler, where it is asked for",
     "learner/reporting/trackers/mlflow_tracker.py": "imports MLflow, an extra",
     "learner/reporting/trackers/trackio_tracker.py": "imports trackio, an extra",
     "learner/reporting/trackers/wandb_tracker.py": "imports W&B, an extra",

@@ -96,10 +96,19 @@ def loss_metrics(
     return metrics
 
 
-def _metrics_of(rows: NDArray[np.float64], noise: EngineNoise | None) -> dict[str, float]:
+def truncated_ess(table: Tensor) -> float:
+    """Return the `ess/sequence_truncated` of a step's table."""
+    return _effective_sizes(_measured(table.cpu().numpy()))["ess/sequence_truncated"]
+
+
+def _measured(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the completions with loss tokens; all of them where none has any."""
     measured = rows[rows[:, Column.NUM_TOKENS] > 0]
-    if len(measured) == 0:
-        measured = rows
+    return measured if len(measured) else rows
+
+
+def _metrics_of(rows: NDArray[np.float64], noise: EngineNoise | None) -> dict[str, float]:
+    measured = _measured(rows)
     metrics = {**_ratios(measured), **_clips(rows), **_effective_sizes(measured), **_divergences(rows), **_corrections(rows)}
     return metrics if noise is None else metrics | _noise_and_drift(rows, noise, metrics)
 

@@ -1,23 +1,35 @@
-"""The process group of the learner's ranks: joining it, and gathering tensors through it."""
+"""The process group of the learner's ranks: joining it, comparing settings, and gathering tensors through it."""
 
+import importlib.metadata
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import HashStore
 
+from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
 from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, report_ready
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.weights.collectives import local_address
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
 
+SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")
+"""The sections that every rank computes with."""
+PATHS = ("model.path", "kl.reference", "loss.noise_floor")
+"""Settings that may differ between machines."""
+PACKAGES = ("offbeat", "torch", "deepspeed", "transformers")
 
-class Place(NamedTuple):
+
+class LearnerRank(NamedTuple):
     """This process's place among the learner's processes."""
 
     rank: int
@@ -26,7 +38,7 @@ class Place(NamedTuple):
     """The GPU of this rank, or the CPU."""
 
 
-def join_process_group() -> Place:
+def join_process_group() -> LearnerRank:
     """Form the process group of all learner ranks unless it exists.
 
     torchrun and the DeepSpeed launcher set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; without them
@@ -48,7 +60,7 @@ def join_process_group() -> Place:
         else:
             _choose_interface()
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    return Place(rank, world_size, device)
+    return LearnerRank(rank, world_size, device)
 
 
 def _choose_interface() -> None:
@@ -99,3 +111,25 @@ def gather_rows(rows: torch.Tensor, *, num_alike: int = 1) -> torch.Tensor:
     padded[: len(rows)] = rows
     gathered = gather_tensors(padded, num_alike=num_alike)
     return torch.cat([of_rank[:count] for of_rank, count in zip(gathered, counts, strict=True)])
+
+
+def require_same_settings(config: Config) -> None:
+    """Raise `SettingError` on every rank where one has other software or settings than rank 0; a collective.
+
+    Ranks that compute differently would train a wrong model, or wait for each other in different collectives.
+    """
+    # First: other versions may have other settings.
+    _compare(
+        {f"package {name}": importlib.metadata.version(name) for name in PACKAGES}, "Install the same versions everywhere."
+    )
+    names = [name for name in setting_names() if name.partition(".")[0] in SECTIONS and name not in PATHS]
+    cure = "Give all machines of the learner the same settings."
+    _compare({name: setting_text(config, name) for name in ["run.seed", *names]}, cure)
+
+
+def _compare(values: Mapping[str, str], cure: str) -> None:
+    digests = gather_tensors(torch.tensor([xxhash.xxh3_64_intdigest(value.encode()) >> 1 for value in values.values()]))
+    for index, (name, value) in enumerate(values.items()):
+        others = [rank for rank, digest in enumerate(digests[:, index]) if digest != digests[0, index]]
+        if others:
+            raise SettingError(name, value, f"learner ranks 0 and {others[0]} have different values", cure)

@@ -1,20 +1,20 @@
-"""Preparation of training: ranks that agree on settings, the learning rate of a step, frozen networks and advantages."""
+"""Preparation of a batch: from groups to micro-batches with everything that stays fixed while steps are taken on them.
 
-import importlib.metadata
-import math
-from collections.abc import Mapping, Sequence
+groups -> shaped rewards, advantages -> rows -> micro-batches of this rank -> frozen outputs -> advantages by token
+"""
+
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import resolve_model
+from offbeat.common.models.images import ImageReader
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
-from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.settings.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
@@ -29,72 +29,13 @@ from offbeat.learner.objectives.advantages import (
     whiten,
 )
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
+from offbeat.learner.objectives.objective import Objective
 from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantage
-from offbeat.learner.policy.packing import unpack
+from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
+from offbeat.learner.policy.images import ImagePacker
+from offbeat.learner.policy.networks import FrozenOutputs, Networks
 from offbeat.learner.policy.process_group import gather_tensors
-from offbeat.learner.training.batching import MicroBatch
-
-SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")
-"""The sections that every rank computes with."""
-PATHS = ("model.path", "kl.reference", "loss.noise_floor")
-"""Settings that may differ between machines."""
-PACKAGES = ("offbeat", "torch", "deepspeed", "transformers")
-
-
-def require_same_settings(config: Config) -> None:
-    """Raise `SettingError` on every rank where one has other software or settings than rank 0; a collective.
-
-    Ranks that compute differently would train a wrong model, or wait for each other in different collectives.
-    """
-    # First: other versions may have other settings.
-    _compare(
-        {f"package {name}": importlib.metadata.version(name) for name in PACKAGES}, "Install the same versions everywhere."
-    )
-    names = [name for name in setting_names() if name.partition(".")[0] in SECTIONS and name not in PATHS]
-    cure = "Give all machines of the learner the same settings."
-    _compare({name: setting_text(config, name) for name in ["run.seed", *names]}, cure)
-
-
-def _compare(values: Mapping[str, str], cure: str) -> None:
-    digests = gather_tensors(torch.tensor([xxhash.xxh3_64_intdigest(value.encode()) >> 1 for value in values.values()]))
-    for index, (name, value) in enumerate(values.items()):
-        others = [rank for rank, digest in enumerate(digests[:, index]) if digest != digests[0, index]]
-        if others:
-            raise SettingError(name, value, f"learner ranks 0 and {others[0]} have different values", cure)
-
-
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_steps: int,
-    num_steps: int,
-) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0: linear warm-up to `peak`, then the schedule.
-
-    Step `warmup_steps` is the first at `peak`; `linear` and `cosine` fall from there to 0 at `num_steps`, the first step that
-    is not taken.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
-        return peak
-    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "linear":
-        return peak * max(0.0, 1 - progress)
-    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def ess_scale(ess: float, *, on_policy_ess: float) -> float:
-    """`min(1, sqrt(ess / on_policy_ess))`: the factor of the learning rate of a step with this effective sample size.
-
-    Both are shares of the step's completions, of sequence weights pi / mu up to 8: VCPO,
-    https://arxiv.org/abs/2602.17616. The variance of a weighted mean is inverse to its effective sample size, and a learning
-    rate goes with the square root of the batch. The bound of 1 is ours: above it the share is larger by chance.
-    """
-    return min(1.0, math.sqrt(ess / on_policy_ess))
-
+from offbeat.learner.training.batching import MicroBatch, TrainingRow, assign_rows, collate, make_rows
 
 _GROUP_BASELINES: dict[Baseline, GroupBaseline] = {
     "group": "mean",
@@ -124,29 +65,6 @@ class AdvantageRule(NamedTuple):
     """The user's own advantages in place of baseline and division; None for none."""
 
 
-class Outputs(NamedTuple):
-    """A network's outputs on a micro-batch, each `[rows, tokens]` float32, 0 on padding."""
-
-    logprobs: Tensor
-    entropies: Tensor | None
-    """The entropy of each token's distribution; None where no gradient is computed."""
-    values: Tensor | None
-    """The critic's values; None without a critic."""
-
-
-class FrozenOutputs(NamedTuple):
-    """The outputs of the networks that stay fixed during an update, `[rows, tokens]` float32; None where the run needs none."""
-
-    proximal_logprobs: Tensor | None = None
-    """Log-probs under the policy before the update."""
-    reference_logprobs: Tensor | None = None
-    """Log-probs under the reference of the KL."""
-    values: Tensor | None = None
-    """The critic's values before the update."""
-    experts: Tensor | None = None
-    """The experts that the policy's routers chose before the update, `[num_inputs, layers, top_k]`, where they are replayed."""
-
-
 class PreparedMicroBatch(NamedTuple):
     """A micro-batch, ready to be trained on."""
 
@@ -156,6 +74,63 @@ class PreparedMicroBatch(NamedTuple):
     """`[rows, tokens]` float32, 0 outside the mask."""
     returns: Tensor | None
     """Targets of the critic, `[rows, tokens]`; None without a critic."""
+
+
+class Preparation:
+    """Prepares the batches of a run."""
+
+    def __init__(self, config: Config, objective: Objective) -> None:
+        """Read the settings; of the `objective` only what no live setting changes."""
+        self._train = config.train
+        self._kl = config.kl
+        self._needs_proximal = objective.needs_proximal
+        self._is_prompt_mean = objective.aggregation == "prompt-mean-token-mean"
+        self._advantage = resolve_advantage(config.advantage, objective=config.loss.objective)
+        self._shaping = resolve_reward_shaping(
+            config.reward, objective=config.loss.objective, max_new_tokens=config.rollout.max_new_tokens
+        )
+        has_images = bool(config.task.image_field)
+        self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
+
+    def make_rows(
+        self, groups: Sequence[Group], policy_version: int, running: RunningMoments
+    ) -> tuple[list[TrainingRow], RunningMoments]:
+        """Return the completions of one optimizer step with shaped rewards, and the reward moments to continue with."""
+        shaped = shape_rewards(
+            np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
+            np.array([[rollout.longest_turn for rollout in group.rollouts] for group in groups]),
+            self._shaping,
+            running=running,
+        )
+        advantages = row_advantages(groups, shaped.rewards, self._advantage)
+        rows = make_rows(
+            groups, shaped.rewards, advantages, policy_version=policy_version, weigh_by_tokens=self._is_prompt_mean
+        )
+        return rows, shaped.running
+
+    def prepare(self, rows: Sequence[TrainingRow], networks: Networks, *, kl_coefficient: float) -> list[PreparedMicroBatch]:
+        """Return this rank's micro-batches of one optimizer step; a collective.
+
+        `kl_coefficient` is the current one of the KL, in the loss or in the reward.
+        """
+        num_alike, place = networks.num_alike, networks.place
+        assigned = assign_rows(
+            rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=place.world_size // num_alike
+        )
+        own_share = assigned[place.rank // num_alike]
+        prepared: list[PreparedMicroBatch] = []
+        for micro_batch in [collate(of_micro_batch, self._images).to(place.device) for of_micro_batch in own_share]:
+            frozen = networks.run_frozen(micro_batch.pack, needs_proximal=self._needs_proximal)
+            prepared.append(
+                prepare_micro_batch(
+                    micro_batch,
+                    frozen,
+                    self._advantage,
+                    estimator=self._kl.estimator,
+                    kl_coefficient=kl_coefficient if self._kl.reward_coef else 0.0,
+                )
+            )
+        return scale_advantages(prepared, self._advantage, num_alike=num_alike)
 
 
 def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> AdvantageRule:
@@ -171,17 +146,6 @@ def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> Advanta
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
         function=load_advantage(advantage.function) if advantage.function else None,
-    )
-
-
-def run_network(network: nn.Module, micro_batch: MicroBatch, *, temperature: float) -> Outputs:
-    """Return the outputs of a `CompletionLogprobs`, or of the DeepSpeed engine around one."""
-    packed = micro_batch.pack
-    logprobs, entropies, values = network(*packed.inputs, temperature, packed.images)
-    return Outputs(
-        unpack(logprobs, packed.lengths),
-        None if entropies is None else unpack(entropies, packed.lengths),
-        None if values is None else unpack(values, packed.lengths),
     )
 
 

@@ -22,7 +22,8 @@ from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
-    from offbeat.learner.training.trainer import Scored, Trainer
+    from offbeat.learner.policy.networks import Scored
+    from offbeat.learner.training.trainer import Trainer
 
 COMMAND_TIMEOUT_S = 600.0
 """A rank fails after this long without a command. Rank 0 sends `Idle` while it waits for rollouts."""

@@ -76,7 +76,7 @@ def measure(connection: Connection) -> None:
     for is_counted in [False] + [True] * num_rounds:
         dist.barrier()
         started = time.perf_counter()
-        for (_, view), (_, weight) in zip(own.views(), merged_parameters(trainer._module.policy), strict=True):  # pyright: ignore[reportPrivateUsage]
+        for (_, view), (_, weight) in zip(own.views(), merged_parameters(trainer.networks.module.policy), strict=True):
             if rank == 0:
                 view.copy_(weight)
         dist.barrier()

@@ -10,9 +10,8 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
-from offbeat.learner.policy import compiling, packed_attention
-from offbeat.learner.policy.compiling import DISABLE_VARIABLES, check_compiling, compile_layers, compiles_layers
-from offbeat.learner.policy.loading import load_policy
+from offbeat.learner.policy import loading, packed_attention
+from offbeat.learner.policy.loading import DISABLE_VARIABLES, check_compiling, compile_layers, compiles_layers, load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import Pack, pack
 
@@ -117,7 +116,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Make this process look like one that can compile for a GPU."""
     for variable in DISABLE_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
     return torch.device("cuda")
 
 
@@ -157,12 +156,12 @@ def test_layers_are_compiled_where_that_is_safe(
 
 
 def test_without_triton_nothing_is_compiled(gpu: torch.device, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert not compiles_layers(load(None, []), Qwen3Config(), gpu)
 
 
 def test_experts_are_not_compiled_and_the_log_says_so(gpu: torch.device, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", logger=compiling.__name__):
+    with caplog.at_level("INFO", logger=loading.__name__):
         assert not compiles_layers(load(None, []), Qwen3MoeConfig(), gpu)
     assert "not compiled: the experts" in caplog.text
     with pytest.raises(SettingError, match="the experts"):

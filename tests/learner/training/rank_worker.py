@@ -38,7 +38,7 @@ def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     config = make_config(model, **{"deepspeed": SGD, **CASES[case].of_step, **CASES[case].of_ranks})
     trainer = Trainer(config)
     # Several chunks a micro-batch, and not as many on every rank.
-    trainer._module.head._max_chunk_logits = 7 * 44
+    trainer.networks.module.head._max_chunk_logits = 7 * 44
     first = trainer.train_batch(make_groups(3, seed=1))
     failure = save_on_a_full_disk(trainer, checkpoints / case / "step-00000000")
     trainer.save_checkpoint(checkpoints / case / "step-00000001", b"position")
@@ -71,7 +71,7 @@ def snapshots(trainer: Trainer) -> dict[str, torch.Tensor]:
     """
     layout, is_first = trainer.layout(), trainer.rank == 0
     gathered, sent, own = (WeightBuffer(layout) for _ in range(3))
-    for (_, view), (_, weight) in zip(gathered.views(), merged_parameters(trainer._module.policy), strict=True):
+    for (_, view), (_, weight) in zip(gathered.views(), merged_parameters(trainer.networks.module.policy), strict=True):
         view.copy_(weight)
     trainer.snapshot(dict(sent.views()) if is_first else None)
     shared, of_second = (share(WeightBuffer(layout)) for _ in range(2))
@@ -103,13 +103,13 @@ def count_memory(model: Path, case: str) -> dict[str, object]:
         trainer.train_batch(make_groups(3, seed=2))
         in_step, before = live.most, live.now
         live.most = before
-        for _ in gathered_parameters(trainer._module.policy.named_parameters(), bucket_numel=GATHERED_NUMEL):
+        for _ in gathered_parameters(trainer.networks.module.policy.named_parameters(), bucket_numel=GATHERED_NUMEL):
             pass
         gathered = live.most - before
         flats = snapshots(trainer)
         if config.train.zero_stage == 0:
             # They are those that were loaded, beside the counter.
-            in_step += sum(parameter.nbytes for parameter in trainer._module.parameters())
+            in_step += sum(parameter.nbytes for parameter in trainer.networks.module.parameters())
         trainer.close()
     return {"in_step": in_step, "gathered": gathered, "snapshots": flats}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from offbeat.learner.training.preparation import ess_scale, learning_rate
+from offbeat.learner.training.trainer import ess_scale, learning_rate
 
 
 def rates(schedule, *, warmup_steps=0, num_steps=4):

@@ -9,11 +9,11 @@ import torch
 from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.losses import ppo_clip
+from offbeat.learner.policy.networks import FrozenOutputs
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.batching import MicroBatch, TrainingRow, collate, make_rows
 from offbeat.learner.training.preparation import (
     AdvantageRule,
-    FrozenOutputs,
     completion_advantages,
     prepare_micro_batch,
     resolve_advantage,

@@ -54,9 +54,9 @@ def weights_of(trainer) -> dict[str, torch.Tensor]:
 def test_snapshot_is_over_when_a_gpus_copies_have_arrived(tiny_model, monkeypatch):
     with running(make_config(tiny_model)) as trainer:
         expected = weights_of(trainer)
-        trainer.device = torch.device("cuda")
+        trainer.networks.place = trainer.networks.place._replace(device=torch.device("cuda"))
         with LateCopies() as stream:
-            monkeypatch.setattr(torch.accelerator, "current_stream", {trainer.device: stream}.__getitem__)
+            monkeypatch.setattr(torch.accelerator, "current_stream", {trainer.networks.place.device: stream}.__getitem__)
             copied = weights_of(trainer)
             assert (stream.most_late, stream.num_late) == (len(expected), 0), "the host does not wait for each"
         assert all(torch.equal(copied[name], weight) for name, weight in expected.items())

@@ -10,7 +10,9 @@ import torch
 
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection, LoraSection, RewardSection
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments
+from offbeat.learner.training.preparation import Preparation
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import SGD, make_config, make_groups
 
@@ -212,8 +214,9 @@ def test_critic_learns_its_returns_and_stays_at_home(tiny_model: Path, tmp_path:
 def test_rewards_are_normalized_by_the_mean_and_the_standard_deviation_of_the_settings(tiny_model: Path) -> None:
     groups = make_groups(3)
     rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
-    with running(make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))) as trainer:
-        rows, _ = trainer._make_rows(groups, 0, RunningMoments())
+    config = make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))
+    preparation = Preparation(config, resolve_objective(config.loss, max_new_tokens=config.rollout.max_new_tokens))
+    rows, _ = preparation.make_rows(groups, 0, RunningMoments())
     shaped = [row.reward for row in rows]
     expected = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(ddof=1)
     np.testing.assert_allclose(shaped, expected.ravel(), rtol=1e-5)
@@ -259,7 +262,7 @@ def test_kl_coefficient_that_does_not_adapt_is_that_of_the_settings(tiny_model: 
 def test_reference_is_the_initial_policy_whatever_was_trained_since(tiny_model: Path, lora: LoraSection) -> None:
     config = make_config(tiny_model, learning_rate=1e-2, kl=KlSection(loss_coef=1e-3, estimator="k3"), lora=lora)
     with running(config) as trainer:
-        assert (trainer._reference is None) == bool(lora.rank), "an adapter needs no second model"
+        assert (trainer.networks.reference is None) == bool(lora.rank), "an adapter needs no second model"
         divergences = [trainer.train_batch(make_groups(3))[0]["kl/reference"] for _ in range(3)]
     assert divergences[0] == pytest.approx(0, abs=1e-9)
     assert divergences[2] > divergences[1] > 1e-6

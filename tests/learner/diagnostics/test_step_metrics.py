@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from offbeat.learner.diagnostics.gradient_direction import GradientDirection
+from offbeat.learner.diagnostics.step_metrics import GradientDirection
 
 
 def test_cosine_is_with_the_call_before_and_absent_in_the_first():

@@ -1,10 +1,73 @@
-"""The gradient's direction: the cosine between the gradients of consecutive optimizer steps."""
+"""The metrics of an optimizer step.
+
+| metrics | computed from | by |
+|---|---|---|
+| `reward`, `lag`, `length`, `group`, `tokens`, `turns`, `environment`, ... | groups | `group_metrics` |
+| `by_turn` | groups and table | `turn_metrics` |
+| `broken` | table | `broken_metrics` |
+| `loss/policy`, `ratio`, `clip`, `ess`, `kl` between policies, `correction`, `by_lag` | table | `loss_metrics` |
+| `entropy/mean`, `kl/reference`, `kl/reward`, `loss/value` | the means of the loss's other terms | `training.step_loss` |
+| `loss/grad_cosine` | the gradient and the one before | `GradientDirection` |
+
+The table is that of `row_statistics`: a line for each completion of the step.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from offbeat.learner.calibration.noise_by_sign import NoiseBySign
+from offbeat.learner.diagnostics.broken_rows import broken_metrics
+from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
+from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
+from offbeat.learner.diagnostics.turn_metrics import turn_metrics
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.objective import Objective
+
+
+class StepLoss(NamedTuple):
+    """The loss of an optimizer step in numbers, over all ranks."""
+
+    table: Tensor
+    """`row_statistics` of all completions, in CPU memory."""
+    denominator: float
+    """The divisor of the summed loss."""
+    means: Mapping[str, float]
+    """Means per token of the quantities besides the objective, by metric name."""
+
+
+def step_metrics(
+    loss: StepLoss,
+    groups: Sequence[Group],
+    policy_version: int,
+    objective: Objective,
+    *,
+    noise: NoiseBySign | None,
+    kl_coefficient: float,
+) -> Metrics:
+    """Compute the metrics of a step on `groups`; `policy_version` and `kl_coefficient` are those before it.
+
+    `noise` is the engine's, None without a calibration.
+    """
+    metrics: Metrics = {**group_metrics(groups, policy_version)}
+    metrics |= turn_metrics(groups, policy_version, loss.table)
+    metrics |= broken_metrics(loss.table, [group.lease_id for group in groups])
+    metrics |= loss_metrics(
+        loss.table,
+        aggregation=objective.aggregation,
+        denominator=loss.denominator,
+        noise=None if noise is None else EngineNoise(noise, objective.engine_band),
+    )
+    if policy_version > 0:
+        del metrics["ratio/first"]
+    metrics |= loss.means
+    if "kl/reference" in loss.means:
+        metrics["kl/coefficient"] = kl_coefficient
+    return metrics
+
 
 MAX_COORDINATES = 2**20
 """Gradient coordinates kept from step to step: 4 MiB in float32, 8 MiB in float64, and 8 MiB for their indices."""

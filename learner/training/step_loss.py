@@ -1,7 +1,13 @@
-"""The loss of one micro-batch: the objective's token losses plus the KL, entropy and value terms, aggregated."""
+"""The loss of an optimizer step: its constants over all micro-batches, then the loss of each micro-batch.
 
+A micro-batch's loss is the objective's token losses plus the KL, entropy and value terms, aggregated.
+"""
+
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from offbeat.common.settings.learning_sections import CriticSection, KlSection
@@ -9,21 +15,13 @@ from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.anchors import interpolated_logprobs
+from offbeat.learner.objectives.correction_rules import weigh
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
-from offbeat.learner.objectives.losses import value_loss
+from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff, value_loss
 from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants
-from offbeat.learner.training.preparation import Outputs, PreparedMicroBatch, reward_kl
-
-
-class TermSums(NamedTuple):
-    """Sums over tokens of the quantities besides the objective, detached scalars; 0 where the run does not have one."""
-
-    reference_kl: Tensor
-    """KL of the policy from the reference."""
-    reward_kl: Tensor
-    """KL of the behavior policy from the reference, as charged to the rewards."""
-    entropy: Tensor
-    value_loss: Tensor
+from offbeat.learner.policy.networks import Networks, Outputs
+from offbeat.learner.policy.process_group import gather_rows, gather_tensors
+from offbeat.learner.training.preparation import PreparedMicroBatch, reward_kl
 
 
 class MicroBatchLoss(NamedTuple):
@@ -33,7 +31,55 @@ class MicroBatchLoss(NamedTuple):
     """Aggregated loss, a scalar with a gradient; to be divided by the denominator of the optimizer step."""
     table: Tensor
     """`row_statistics` of the micro-batch."""
-    sums: TermSums
+    sums: dict[str, Tensor]
+    """Sums over tokens of the quantities besides the objective, detached scalars, each under the name of the metric that is its
+    mean: `entropy/mean`, `kl/reference`, `kl/reward` and `loss/value`, as far as the run has them."""
+
+
+def find_constants(batch: Sequence[PreparedMicroBatch], objective: Objective, networks: Networks) -> StepConstants:
+    """Return the numbers of the whole step that enter each micro-batch's loss, from all ranks' micro-batches; a collective."""
+    return StepConstants(
+        _find_m2po_cutoff(batch, objective, networks), find_mean_weight(batch, objective, num_alike=networks.num_alike)
+    )
+
+
+def _find_m2po_cutoff(batch: Sequence[PreparedMicroBatch], objective: Objective, networks: Networks) -> float:
+    """Return the cutoff of M2PO over the tokens of all ranks; inf for other objectives.
+
+    Runs the current policy once more: the cutoff must be known before the first gradient.
+    """
+    threshold = objective.m2_threshold
+    if threshold is None:
+        return math.inf
+    candidates: list[Tensor] = []
+    for micro_batch, _, advantages, _ in batch:
+        log_ratio = networks.run(micro_batch.pack).logprobs - micro_batch.behavior_logprobs
+        candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
+    return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=networks.num_alike), threshold=threshold)
+
+
+def find_mean_weight(batch: Sequence[PreparedMicroBatch], objective: Objective, *, num_alike: int = 1) -> float:
+    """Return the mean of the corrections' weights over the loss of all ranks; 1 without `loss.normalize_correction`.
+
+    The mean is the loss's own: over tokens under `token-mean`, over completions where these weigh alike. `num_alike`: number of
+    neighboring ranks with the same micro-batches.
+    """
+    if not objective.normalize_correction:
+        return 1.0
+    sums: list[Tensor] = []
+    for micro_batch, frozen, _, _ in batch:
+        assert frozen.proximal_logprobs is not None, "only a decoupled anchor normalizes its weights"
+        mask, row_weights = micro_batch.completion_mask, micro_batch.weights
+        log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
+        # Rows that are not finite have no loss (`broken_rows`).
+        mask = mask & (log_rho.isfinite() | ~mask).all(dim=-1, keepdim=True)
+        weights = weigh(objective.corrections, log_rho, mask)
+        of_both = [aggregate(values, mask, row_weights, mode=objective.aggregation) for values in (weights, mask.float())]
+        sums.append(torch.stack(of_both).double())
+    own = sum(sums, start=torch.zeros_like(sums[0]))
+    weighed, unweighed = gather_tensors(own, num_alike=num_alike).sum(dim=0).tolist()
+    # Weights that are all 0, or a step without loss tokens, have no mean to divide by.
+    return weighed / unweighed if weighed > 0 else 1.0
 
 
 def compute_loss(
@@ -63,24 +109,24 @@ def compute_loss(
     mask = micro_batch.completion_mask & (broken == Broken.NOT_AT_ALL)[:, None]
     evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)
     losses = evaluation.losses
-    sums = TermSums(*[losses.new_zeros(())] * len(TermSums._fields))
+    sums: dict[str, Tensor] = {}
     if frozen.reference_logprobs is not None:
         estimate, divergence = _estimate_kl(logprobs, frozen.reference_logprobs, mask, kl)
-        sums = sums._replace(reference_kl=estimate.detach().sum())
+        sums["kl/reference"] = estimate.detach().sum()
         if kl.reward_coef:
             charged = reward_kl(micro_batch, frozen.reference_logprobs, estimator=kl.estimator).where(mask, 0.0)
-            sums = sums._replace(reward_kl=charged.sum())
+            sums["kl/reward"] = charged.sum()
         if kl.loss_coef:
             losses = losses + kl_coefficient * divergence
     if outputs.entropies is not None:
         # Without a bonus the entropy stays out of the graph: its gradient would cost time and be 0.
         if objective.entropy_coef:
             losses = losses - objective.entropy_coef * outputs.entropies
-        sums = sums._replace(entropy=outputs.entropies.detach().where(mask, 0.0).sum())
+        sums["entropy/mean"] = outputs.entropies.detach().where(mask, 0.0).sum()
     if outputs.values is not None:
         errors = _value_errors(prepared, outputs.values, mask, critic)
         losses = losses + critic.loss_coef * errors
-        sums = sums._replace(value_loss=errors.detach().sum())
+        sums["loss/value"] = errors.detach().sum()
     table = row_statistics(
         logprobs,
         evaluation,

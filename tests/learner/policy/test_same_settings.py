@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
-from offbeat.learner.training import preparation as same_settings
+from offbeat.learner.policy import process_group
 from tests.learner.training.trainer_cases import make_config
 
 
@@ -30,14 +30,14 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     ranks = Ranks()
-    monkeypatch.setattr(same_settings, "gather_tensors", ranks.gather)
+    monkeypatch.setattr(process_group, "gather_tensors", ranks.gather)
     return ranks
 
 
 def compare(ranks: Ranks, first: Config, second: Config) -> None:
-    same_settings.require_same_settings(first)
+    process_group.require_same_settings(first)
     ranks.heard = ranks.kept
-    same_settings.require_same_settings(second)
+    process_group.require_same_settings(second)
 
 
 CONFIG = make_config(Path("model"))
@@ -62,9 +62,9 @@ def test_paths_and_the_runs_folder_may_differ(ranks: Ranks) -> None:
 
 
 def test_software_that_differs_is_named_before_any_setting(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    same_settings.require_same_settings(CONFIG)
+    process_group.require_same_settings(CONFIG)
     ranks.heard = ranks.kept
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name == "deepspeed" else version(name))
     with pytest.raises(SettingError, match=r"package deepspeed = .*Install the same versions everywhere"):
-        same_settings.require_same_settings(replace(CONFIG, run=replace(CONFIG.run, seed=7)))
+        process_group.require_same_settings(replace(CONFIG, run=replace(CONFIG.run, seed=7)))

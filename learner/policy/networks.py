@@ -1,0 +1,211 @@
+"""The networks of a learner rank: the policy under DeepSpeed, the frozen reference of the KL, and the routing to replay.
+
+A training step runs each pack up to three times:
+
+| pass | network | gradient | when |
+|---|---|---|---|
+| `run_frozen` | the policy before the update, its reference | no | once a batch, where objective, critic or KL need it |
+| `run` | the policy as it is now | no | each step, for objectives that select tokens of the whole step |
+| `run_trained` | the policy as it is now | yes | each step |
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offbeat.common.models.routing import Routing, record_routing
+from offbeat.common.settings.config import Config
+from offbeat.common.weights.flat import tensor_dtype
+from offbeat.learner.policy.flops import FlopCounter, peak_flops
+from offbeat.learner.policy.loading import (
+    check_compiling,
+    check_policy,
+    compile_layers,
+    compiles_layers,
+    load_policy,
+    load_reference,
+)
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.lora import without_adapter
+from offbeat.learner.policy.packed_attention import use_newest_flash_attention
+from offbeat.learner.policy.packing import Pack, pack, unpack
+from offbeat.learner.policy.process_group import LearnerRank, gather_tensors
+from offbeat.learner.policy.routing_replay import make_replay
+from offbeat.learner.policy.sequence_parallel import join_sequence_group
+from offbeat.learner.policy.snapshots import write_snapshot
+from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
+
+
+class Outputs(NamedTuple):
+    """A network's outputs on a pack, each `[rows, tokens]` float32, 0 on padding."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    """The entropy of each token's distribution; None where no gradient is computed."""
+    values: Tensor | None
+    """The critic's values; None without a critic."""
+
+
+class FrozenOutputs(NamedTuple):
+    """The outputs of the networks that stay fixed during an update, `[rows, tokens]` float32; None where the run needs none."""
+
+    proximal_logprobs: Tensor | None = None
+    """Log-probs under the policy before the update."""
+    reference_logprobs: Tensor | None = None
+    """Log-probs under the reference of the KL."""
+    values: Tensor | None = None
+    """The critic's values before the update."""
+    experts: Tensor | None = None
+    """The experts that the policy's routers chose before the update, `[num_inputs, layers, top_k]`, where they are replayed."""
+
+
+class Scored(NamedTuple):
+    """The policy's scores of given tokens."""
+
+    logprobs: NDArray[np.float32]
+    """Log-probs of tokens 1.. given those before them, at temperature 1, `[num_tokens - 1]`."""
+    routing: Routing | None
+    """Routing of all tokens but the last; None for a dense model."""
+
+
+class Networks:
+    """The networks of this rank. Unless said otherwise every rank calls every method, in the same order."""
+
+    def __init__(self, config: Config, place: LearnerRank) -> None:
+        """Load the models of the run. Raises ValueError for a model that cannot be trained."""
+        self._config = config
+        self.place = place
+        self.num_alike = config.train.sequence_parallel_size
+        """Number of neighboring ranks that run the same packs."""
+        check_compiling(config, place.device)
+        sequence_group = join_sequence_group(self.num_alike, world_size=place.world_size)
+        self.module = load_policy(config, sequence_group)
+        self._flops = FlopCounter(self.module, checkpointing=bool(config.train.activation_checkpointing))
+        self._peak_flops = peak_flops(place.device, tensor_dtype(config.model.dtype)) * place.world_size
+        deepspeed = deepspeed_config(config.train, config.model.dtype)
+        self.zero_stage: int = deepspeed["zero_optimization"]["stage"]
+        self.engine: Any = make_engine(self.module, deepspeed, config.train)
+        check_policy(self.module, config.model, place.device)
+        use_newest_flash_attention(self.policy, place.device)
+        if compiles_layers(config, self.policy.config, place.device):
+            compile_layers(self.policy)
+        self._replay = make_replay(self.module, config.loss.routing_replay)
+        kl = config.kl
+        self._has_reference = bool(kl.loss_coef or kl.reward_coef)
+        self.reference: CompletionLogprobs | None = None
+        # An adapted policy needs no second model: without its adapter it is the initial policy.
+        if self._has_reference and (kl.reference or not config.lora.rank):
+            self.reference = load_reference(config, place.device, sequence_group)
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without the critic."""
+        return self.module.policy
+
+    @property
+    def has_critic(self) -> bool:
+        """The policy has a value head."""
+        return self.module.value_head is not None
+
+    # Passes
+
+    def run_trained(self, packed: Pack) -> Outputs:
+        """Run the policy for a backward pass of `engine`."""
+        return self._run(self.engine, packed)
+
+    @torch.no_grad()
+    def run(self, packed: Pack) -> Outputs:
+        """Run the policy as it is now."""
+        return self._run(self.module, packed)
+
+    @torch.no_grad()
+    def run_frozen(self, packed: Pack, *, needs_proximal: bool) -> FrozenOutputs:
+        """Run the networks that stay fixed during the update, as far as the run needs them."""
+        frozen = FrozenOutputs()
+        if needs_proximal or self.has_critic:
+            with self._replay.note() as noted:
+                outputs = self._run(self.module, packed)
+            frozen = FrozenOutputs(outputs.logprobs if needs_proximal else None, values=outputs.values, experts=noted())
+        if self._has_reference:
+            with contextlib.nullcontext() if self.reference is not None else without_adapter(self.policy):
+                outputs = self._run(self.reference or self.module, packed)
+            frozen = frozen._replace(reference_logprobs=outputs.logprobs)
+        return frozen
+
+    def _run(self, network: nn.Module, packed: Pack) -> Outputs:
+        """Run a `CompletionLogprobs`, or the DeepSpeed engine around one."""
+        self._replay.tell(packed.experts)
+        logprobs, entropies, values = network(*packed.inputs, self._config.rollout.temperature, packed.images)
+        return Outputs(
+            unpack(logprobs, packed.lengths),
+            None if entropies is None else unpack(entropies, packed.lengths),
+            None if values is None else unpack(values, packed.lengths),
+        )
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Scored:
+        """Score at least two given tokens."""
+        packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.place.device)
+        self._replay.tell(None)
+        with self.module.whole_packs(), record_routing(self.policy) as record:
+            logprobs, _, _ = self.module(*packed.inputs, 1.0)
+        return Scored(logprobs.cpu().numpy(), record.routing())
+
+    # The optimizer step
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the gradients of the pending optimizer step as `full_gradients` does."""
+        return full_gradients(self.module.named_parameters(), zero_stage=self.zero_stage)
+
+    def take_gradient(self) -> Tensor:
+        """Return `gradients` as one float32 vector in CPU memory, missing ones as 0, and discard the pending step."""
+        parameters = dict(self.module.named_parameters())
+        gradients = [
+            torch.zeros(full_shape(parameters[name])) if gradient is None else gradient.to("cpu", torch.float32, copy=True)
+            for name, gradient in self.gradients()
+        ]
+        discard_gradients(self.engine)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    def step(self, learning_rate: float) -> float:
+        """Clip the gradients and take the optimizer step; return their norm before clipping."""
+        for param_group in self.engine.optimizer.param_groups:
+            param_group["lr"] = learning_rate
+        norm = None
+        if self.zero_stage == 0:
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._config.train.max_grad_norm)
+        self.engine.step()
+        return float(norm if norm is not None else self.engine.get_global_grad_norm())
+
+    # Numbers about a step
+
+    def take_replay_metrics(self) -> dict[str, float]:
+        """Return the metrics of the routing replayed since the last call; see `RoutingReplay.take_metrics`."""
+        return self._replay.take_metrics(num_alike=self.num_alike)
+
+    def utilization(self, packs: Sequence[Pack], seconds: float, *, runs_before: bool) -> dict[str, float]:
+        """Return the operations of a step on this rank's `packs`, of all ranks, and their share of what the devices can do.
+
+        With `runs_before` each pack had a `run` before its gradient.
+        """
+        model, recomputed = (sum(counts) for counts in zip(*map(self._flops.count_training, packs), strict=True))
+        if runs_before:
+            recomputed += sum(map(self._flops.count_forward, packs))
+        counts = torch.tensor([model, recomputed], dtype=torch.float64)
+        model, recomputed = gather_tensors(counts, num_alike=self.num_alike).sum(dim=0).tolist()
+        return {
+            "compute/flops": model,
+            "compute/recomputed": recomputed / model,
+            "compute/peak": self._peak_flops,
+            "compute/mfu": model / (self._peak_flops * seconds),
+        }
+
+    def snapshot(self, views: dict[str, Tensor] | None) -> None:
+        """Copy the current weights into these views by name, as `write_snapshot` does."""
+        write_snapshot(self.policy, views, self.place.device)
