@@ -11,10 +11,11 @@ from offbeat.learner.diagnostics.broken_rows import Broken, broken_metrics, find
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
-from offbeat.learner.objectives.objective import NO_CONSTANTS, PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.objective import NO_CONSTANTS, PolicyLogprobs, StepConstants, resolve_objective
 from offbeat.learner.policy.networks import FrozenOutputs, Outputs
+from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.preparation import PreparedMicroBatch
-from offbeat.learner.training.step_loss import MicroBatchLoss, compute_loss
+from offbeat.learner.training.step_loss import MicroBatchLoss, compute_loss, find_mean_weight
 from tests.learner.training.test_preparation import micro_batch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -206,3 +207,62 @@ def test_interpolated_anchor_is_mu_for_tokens_that_lag_a_step_or_none() -> None:
     for lags in (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)):
         of_behavior = interpolated(lags, anchor="behavior", correction="none")
         torch.testing.assert_close(interpolated(lags, anchor="interpolated", correction="token_tis"), of_behavior)
+
+
+def normalized_step(ratios: list[list[float]], correction: str) -> tuple[float, MicroBatchLoss, torch.Tensor]:
+    """Return the mean weight of a step with these ratios pi_old / mu, its loss under pi = pi_old, and the gradient."""
+    proximal = torch.where(MASK, BEHAVIOR + torch.tensor(ratios).log(), 0.0)
+    objective = resolve_objective(
+        LossSection(
+            objective="grpo",
+            aggregation="token-mean",
+            anchor="decoupled",
+            correction=correction,  # pyright: ignore[reportArgumentType]
+            normalize_correction=True,
+        ),
+        max_new_tokens=9,
+    )
+    join_process_group()
+    prepared = PreparedMicroBatch(micro_batch(), FrozenOutputs(proximal), ADVANTAGES, None)
+    mean = find_mean_weight([prepared], objective)
+    logprobs = proximal.clone().requires_grad_()
+    loss = compute_loss(
+        prepared,
+        Outputs(logprobs, None, None),
+        objective,
+        kl=KlSection(),
+        kl_coefficient=0.0,
+        critic=CriticSection(),
+        constants=StepConstants(mean_weight=mean),
+    )
+    (gradient,) = torch.autograd.grad(loss.total, logprobs)
+    return mean, loss, gradient
+
+
+def test_corrections_weights_are_divided_by_their_mean_over_the_loss_tokens() -> None:
+    """Truncated at 2 the weights are 2, 1, 0.5 and 2, 1."""
+    mean, loss, gradient = normalized_step([[2.0, 1.0, 0.5], [4.0, 1.0, 1.0]], "token_tis(0, 2)")
+    assert mean == pytest.approx(6.5 / 5)
+    assert loss.total.item() == pytest.approx(-(3.5 - 3.0) / 1.3)
+    expected = torch.tensor([[-2.0, -1.0, -0.5], [2.0, 1.0, 0.0]]) / 1.3
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_step_whose_corrections_all_weigh_nothing_has_no_loss_and_no_gradient() -> None:
+    mean, loss, gradient = normalized_step([[9.0, 9.0, 0.1], [9.0, 0.1, 1.0]], "icepop(0.5, 5)")
+    assert mean == 1.0
+    assert loss.total.item() == 0.0
+    assert torch.equal(gradient, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, 0.0])
+def test_completion_that_is_not_finite_has_no_part_in_the_mean_weight_of_the_others(ratio: float) -> None:
+    mean, loss, gradient = normalized_step([[2.0, 1.0, 0.5], [1.0, ratio, 1.0]], "token_tis(0, 2)")
+    assert mean == pytest.approx(3.5 / 3)
+    assert loss.total.item() == pytest.approx(-3.0)
+    torch.testing.assert_close(gradient, torch.tensor([[-2.0, -1.0, -0.5], [0.0, 0.0, 0.0]]) * 3 / 3.5)
+
+
+def test_step_without_a_finite_completion_has_a_mean_weight() -> None:
+    mean, _, _ = normalized_step([[math.nan, 1.0, 1.0], [1.0, math.nan, 1.0]], "token_tis(0, 2)")
+    assert mean == 1.0
