@@ -11,12 +11,11 @@ from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.user_code.functions import load_function, located
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import RepeatedEvents
-from offbeat.learner.leases.ledger import TaskResults
+from offbeat.learner.leases.groups import TaskResults
 
 SETTING = "task.curriculum"
 
 LIMIT_S = 10.0
-
 """Longest time for one call of the function. Its thread cannot be ended: until it ends, the function is not called again."""
 
 
@@ -83,7 +82,6 @@ def _flaw(weights: object, tasks: Mapping[str, TaskResults]) -> str | None:
 
 
 Function = Callable[[Mapping[str, TaskResults], int], dict[str, float]]
-
 """From the results of tasks and the policy version to the share of each task; raises `SettingError` when it has none."""
 
 

@@ -25,11 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 REBIND_S = 60.0
-
 """Seconds for which a learner that resumes tries to bind a hub address that another process has taken."""
 
 CHUNK_REQUEST_BYTES = 4096
-
 """Longest message to the weight server."""
 
 
@@ -92,14 +90,10 @@ def hub_rejections(hub: Hub) -> dict[str, int]:
 
 
 TICK_S = 0.05
-
-
 """Longest time between two ticks of the dispatcher."""
 
 
 RECEIVE_S = 0.01
-
-
 """Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
 
 

@@ -88,7 +88,6 @@ OF_THIS_MACHINE = (
     "actor.name",
     *(f"launch.{name}" for name in LaunchSection.__struct_fields__),
 )
-
 """Settings that are not handed out: paths, addresses, devices and processes of the learner's machine. An actor has its own, or
 none."""
 

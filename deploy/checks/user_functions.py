@@ -22,7 +22,7 @@ from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
 from offbeat.learner.curriculum import OwnCurriculum
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
-from offbeat.learner.leases.ledger import task_results
+from offbeat.learner.leases.groups import task_results
 from offbeat.learner.objectives.own_functions import load_advantage, load_correction, load_loss
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
 

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from offbeat.common.models.routing import Routing
 
 MAX_SERVINGS = 4
-
 """A peer may ask for each part this many times on average."""
 
 MAX_PEERS = 4096
-
 """Peers whose requests are counted; one that is forgotten begins anew."""
 
 

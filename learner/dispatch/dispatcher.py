@@ -1,4 +1,4 @@
-"""The learner's decisions about rollouts, behind one lock: no sockets, and no clock but the one passed in.
+"""All decisions about rollouts are made behind one lock, so that two threads never disagree about a lease.
 
     actors' messages -> handle --> Roster            who is here and heard
                                    Quarantine        whose weights are trusted
@@ -9,8 +9,9 @@
                                    Watchdog          why a batch is late
     operators       <- handle      LiveSettings, Status
 
-The hub's thread calls `handle` and `tick`, and sends what `take_outgoing` returns. The training thread calls `take_batch`,
-`finish_batch` and `publish`. Every public method takes the lock.
+The hub's thread calls `handle` and `tick`, and sends the messages that `take_outgoing` returns. The training thread calls
+`take_batch`, `finish_batch` and `publish`. Every public method takes the lock. There are no sockets here, and no clock but the
+one passed in.
 """
 
 import threading
@@ -36,9 +37,9 @@ from offbeat.learner.dispatch.send_queue import Outgoing, SendQueue
 from offbeat.learner.dispatch.status import FleetMeter, FleetUse, Status
 from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.events import Started, Tuned, Weighed
-from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
-from offbeat.learner.leases.ledger import LedgerCounts, TaskResults, task_results
+from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler

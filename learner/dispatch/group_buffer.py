@@ -146,7 +146,6 @@ class GroupBuffer:
             prompt_hashes=tuple(self._prompts[group.prompt_id].content_hash for group in groups),
         )
         self._journal.commit_late(trained)
-        self._training = self._training._replace(lease_ids=frozenset())
         return trained
 
     def record_trained(self, groups: Sequence[Group], trained: Trained) -> None:

@@ -25,7 +25,6 @@ from offbeat.protocols.messages import Cancel, GroupDone, Sampling
 from offbeat.protocols.wire import Frame
 
 FinishEvaluation = Callable[[EvalRow, Mapping[int, tuple[Rollout, ...]]], None]
-
 """Records the row of a finished evaluation, now or later; takes its completions by prompt."""
 
 
@@ -172,7 +171,7 @@ class LeaseDesk:
             epoch_size=stream.size_of(turn.epoch),
             actor=member.name,
             policy_version=policy_version,
-            oldest_version=max(min_version, member.policy_version),
+            oldest_version=member.policy_version,
             prompt_hash=prompt.content_hash,
             task=prompt.task,
         )

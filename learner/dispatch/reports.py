@@ -50,7 +50,6 @@ def _log(row: EventRow, level: int) -> None:
 
 
 MAX_ENTRIES = 1000
-
 """Pairs of sender and reason that are counted apart; further ones share one count, since senders choose their names."""
 
 OTHERS = "others"

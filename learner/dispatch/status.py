@@ -90,7 +90,6 @@ class Status:
 
 
 SAMPLE_S = 0.05
-
 """Least time between two looks at the slots of all members: under a flood of messages the dispatcher ticks far more often."""
 
 

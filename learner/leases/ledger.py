@@ -1,108 +1,34 @@
-"""The account of every lease: granted once, and ended as exactly one of trained, dropped or expired.
+"""The account of every lease, so that no rollout is lost or trained on twice, whatever process dies.
 
-`leased = trained + dropped + expired + in_flight` holds after every event; `in_flight` counts the leases being generated and
-the groups that wait in the buffer. The ledger decides nothing and has no clock: it applies events, live or read from the
-rollout log by a restart, and refuses those that cannot follow.
+    state        meaning                              event -> next state
+    (none)                                            Granted -> generating
+    generating   an actor works on the group          Accepted -> ready, Dropped (aborted) -> ended, Expired -> ended
+    ready        the group waits in the buffer        Trained -> ended, Dropped -> ended
+    ended        counted as trained, dropped or expired; the lease id is never used again
+
+`leased = trained + dropped + expired + in_flight` holds after every event; `in_flight` counts the leases that are generating
+or ready. The prompt of an expired lease, and of a dropped one unless the drop is final, is leased again under a new id. The
+ledger makes no decisions and has no clock: it applies events, live or read from the rollout log at a restart, and refuses an
+event that cannot follow the events before it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Literal
 
 import msgspec
 
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
-from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.groups import Group, Tallies, add_group, copy_tallies
 from offbeat.learner.leases.log_records import Position
 
-RECENT_GROUPS = 64
-
-"""Number of the newest groups of a task whose rewards are kept."""
-
-
-class GroupRewards(NamedTuple):
-    """The rewards of a group's completions, as the task gave them."""
-
-    mean: float
-    lowest: float
-    highest: float
-
-
-class Tally(msgspec.Struct, forbid_unknown_fields=True):
-    """The groups of one task."""
-
-    num_groups: int = 0
-    recent: list[GroupRewards] = []
-    """The newest `RECENT_GROUPS`, oldest first."""
-
-    def add(self, group: Group) -> None:
-        """Add the next group."""
-        rewards = [rollout.reward for rollout in group.rollouts]
-        self.num_groups += 1
-        self.recent.append(GroupRewards(sum(rewards) / len(rewards), min(rewards), max(rewards)))
-        del self.recent[:-RECENT_GROUPS]
-
-
-Tallies = dict[str, Tally]
-
-"""The groups of each task that has any, by the task's name."""
-
-
-def add_group(tallies: Tallies, group: Group) -> None:
-    """Add a group to those of its task, where tasks are told apart."""
-    if group.task:
-        tallies.setdefault(group.task, Tally()).add(group)
-
-
-def copy_tallies(tallies: Mapping[str, Tally]) -> Tallies:
-    """Return tallies that do not change with these."""
-    return {task: Tally(tally.num_groups, [*tally.recent]) for task, tally in tallies.items()}
-
-
-class TaskResults(NamedTuple):
-    """One task as `task.curriculum` sees it."""
-
-    num_prompts: int
-    """Prompts of the task in the training data."""
-    share: float
-    """Share of them that is leased now, 0 to 1."""
-    num_groups: int = 0
-    """Groups that ended so far: trained on, or dropped because all rewards are equal (`loss.zero_variance`)."""
-    recent: tuple[GroupRewards, ...] = ()
-    """Rewards of the newest of them, at most `RECENT_GROUPS`, oldest first."""
-
-    @property
-    def reward(self) -> float | None:
-        """Mean reward of the recent groups; None before the first."""
-        return sum(group.mean for group in self.recent) / len(self.recent) if self.recent else None
-
-    @property
-    def without_signal(self) -> float | None:
-        """Share of the recent groups whose rewards are all equal; None before the first."""
-        return sum(group.lowest == group.highest for group in self.recent) / len(self.recent) if self.recent else None
-
-
-def task_results(
-    num_prompts: Mapping[str, int], shares: Mapping[str, float], tallies: Mapping[str, Tally]
-) -> dict[str, TaskResults]:
-    """Return the results of each task that `num_prompts` names; a task without a share is leased whole."""
-    return {
-        task: TaskResults(number, shares.get(task, 1.0), tally.num_groups, tuple(tally.recent))
-        for task, number in num_prompts.items()
-        for tally in (tallies.get(task, Tally()),)
-    }
-
-
 Selection = Literal["oldest_lease", "first_finished"]
-
 """`staleness.selection`."""
 
 ZERO_VARIANCE = "zero_variance"
-
 """Reason for dropping a group whose rewards are all equal (`loss.zero_variance`)."""
 
 UNSEEN_LEASES = 1 << 20
-
 """Lease ids skipped at a restart: more than a dead learner can have granted without a record in the log."""
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, Any]
-
 """A message of a conversation: `role`, `content`, and whatever else the chat template knows."""
 
 

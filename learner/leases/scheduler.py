@@ -1,12 +1,12 @@
-"""The rounds of scheduling: grant leases, abort leases, select a batch, each in one order for every caller.
+"""One scheduler serves the live learner, the simulation and the replay of a log, so that predictions follow the real rules.
 
     grant    evaluation prompts that are due --> training leases, while the bound admits one and an actor takes it
     abort    leases whose group would be dropped if it were finished now                   (new policy version, new bound)
     select   a batch is ready --> drop groups past the hard bound --> the next batch       (the learner is free)
                dropped groups and aborted leases make room: grant again
 
-`StalenessPolicy` answers single questions about versions; `RolloutScheduler` asks them in the order above. The live learner,
-the simulation and the replay of a rollout log all drive it and differ only in the books and actors that they pass in.
+`StalenessPolicy` answers single questions about versions. `RolloutScheduler` asks them in the order above. Its callers differ
+only in the books and actors that they pass in.
 """
 
 from collections.abc import Callable, Iterable, Sequence

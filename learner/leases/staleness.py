@@ -1,4 +1,7 @@
-"""The staleness bound: which leases it admits, under which weights, and which groups it selects, evicts or aborts.
+"""The staleness bound limits which work is assigned, so that a rollout that would be too old is never sampled.
+
+    admit    may one more lease be granted now?      select   which ready groups are trained on next?
+    evict    which ready groups are too old?         abort    which groups in the making will be too old?
 
 Groups are trained in the order of their leases. A batch of `groups_per_step * steps_per_batch` groups makes `steps_per_batch`
 optimizer steps in each of its `epochs_per_batch` epochs. So the policy version at which the n-th lease from now on is trained

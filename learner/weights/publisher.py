@@ -1,14 +1,14 @@
-"""Brings new weights to the actors beside training, each phase with a deadline and an owner: collectives and pulls.
+"""Sends new weights to the actors while training goes on; one slow or broken actor never holds up the others.
 
     training thread:  snapshot into a buffer, publish(version)
     publisher thread: behind? -> announce (WeightUpdate) -> wait ready -> go -> broadcast -> wait staged, committed
     server's thread:  new, or failed? -> announce (WeightPull), a few at a time -> chunks -> wait staged, committed
     hub's thread:     joined, handle, distrust, problems
 
-An actor that does not get ready, does not commit, reports an error or is distrusted is named and left out for a while; then it
-pulls. The others go on without it. Every actor that has committed takes part in the collectives. One that has nothing of this
-learner's pulls, unless no actor has anything: a run's first update is a collective. Actors that the collective cannot reach
-pull, and so do all for a while after collectives that nobody is to blame for have failed.
+Each phase has a deadline. An actor that misses one, reports an error or is distrusted is reported and skipped for a while;
+then it pulls the weights. Every actor that has committed a version takes part in the collectives. An actor without weights of
+this learner pulls, unless no actor has any: the first update of a run is a collective. Actors that a collective cannot reach
+pull, and so do all actors for a while after collectives failed for no known reason.
 """
 
 import logging

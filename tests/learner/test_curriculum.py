@@ -10,7 +10,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EpochRow
 from offbeat.learner.curriculum import Curriculum, Function
 from offbeat.learner.leases.events import Granted, Started, Weighed
-from offbeat.learner.leases.ledger import TaskResults
+from offbeat.learner.leases.groups import TaskResults
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.recovery import Recovered, recover
 from tests.learner.dispatch.dispatch_desk import Actor, Desk, WillingLog, make_prompts

@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.learner.curriculum import OwnCurriculum
-from offbeat.learner.leases.ledger import GroupRewards, TaskResults
+from offbeat.learner.leases.groups import GroupRewards, TaskResults
 
 RESULTS = {"sums": TaskResults(3, 1.0, 2, (GroupRewards(0.5, 0.0, 1.0),)), "sorting": TaskResults(4, 0.5)}
 

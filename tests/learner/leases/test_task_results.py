@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
-from offbeat.learner.leases.ledger import RECENT_GROUPS, GroupRewards, Ledger, Tally, TaskResults, add_group, task_results
+from offbeat.learner.leases.groups import RECENT_GROUPS, GroupRewards, Tally, TaskResults, add_group, task_results
+from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.recovery import recover
 from tests.learner.dispatch.dispatch_desk import Actor, Desk, WillingLog, make_prompts
