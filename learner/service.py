@@ -1,6 +1,13 @@
-"""The learner: groups in, optimizer steps, weights out.
+"""The learner: trains on what the actors sampled while they sample on, so that neither side waits for the other to finish.
 
-Hub <-> HubThread <-> Dispatcher -> batch -> RankedTrainer -> snapshot -> WeightPublisher -> actors
+actors -> HubThread -> Dispatcher -> TrainingLoop -> RankedTrainer -> WeightPublisher -> actors
+
+| part | thread | takes | gives |
+|---|---|---|---|
+| `HubThread` and `Dispatcher` | the hub's | the actors' messages | leases to actors; batches of fresh enough groups |
+| `TrainingLoop` | the main one | a batch | a snapshot of the weights, checkpoints, rows of metrics |
+| `RankedTrainer` | the main one of every rank | a batch | optimizer steps |
+| `WeightPublisher` | its own | a snapshot | weights to actors, during the next steps |
 """
 
 import logging
@@ -38,7 +45,34 @@ RunOutcome = Literal["finished", "stopped", "paused"]
 
 WAIT_S = 1.0
 """Longest wait for a batch before the loop looks at signals and deadlines again."""
-SAY_WAITING_INTERVAL_S = 30.0
+LOG_WAITING_INTERVAL_S = 30.0
+
+
+class Phases:
+    """Times the phases of one batch and shows them to operators. A phase ends where the next one begins."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        """`show` takes the text that tells operators what the learner is doing."""
+        self._show = show
+        self._started = self._began = time.monotonic()
+        self._phase = ""
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, phase: str, activity: str = "") -> None:
+        """Begin a phase; operators see `activity`, or still the one before where it is empty."""
+        now = time.monotonic()
+        self._seconds[self._phase] = self.seconds(self._phase) + now - self._began
+        self._phase, self._began = phase, now
+        if activity:
+            self._show(activity)
+
+    def seconds(self, phase: str) -> float:
+        """Return how long a phase took that has ended; 0 without it."""
+        return self._seconds.get(phase, 0.0)
+
+    def total(self) -> float:
+        """Return the seconds since the batch began."""
+        return time.monotonic() - self._started
 
 
 class TrainingLoop:
@@ -82,14 +116,14 @@ class TrainingLoop:
         weights, checkpoints, rows, and the trained model.
         """
         # Published before any wait for data, because the actors need these weights to produce it.
-        self._publish()
+        self._publish(Phases(self._dispatcher.doing))
         while self._trainer.policy_version < self._config.train.num_steps:
-            started = time.monotonic()
-            self._dispatcher.doing("waiting for rollouts")
+            phases = Phases(self._dispatcher.doing)
+            phases.begin("wait_rollouts", "waiting for rollouts")
             groups = self._wait_batch(stop)
             if groups is None:
                 return self._end_early(stop)
-            self._train(groups, started)
+            self._train(groups, phases)
         self._dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations(stop)
         self._save_model()
@@ -104,15 +138,15 @@ class TrainingLoop:
 
         Waits for: the dispatcher, `WAIT_S` at a time. Raises `RunFailedError` at the watchdog's deadlines.
         """
-        began = said = time.monotonic()
+        began = logged = time.monotonic()
         while not stop:
             groups = self._dispatcher.take_batch(WAIT_S)
             if groups is not None:
                 return groups
             self._trainer.idle()
             now = time.monotonic()
-            if now - said > SAY_WAITING_INTERVAL_S:
-                said = now
+            if now - logged > LOG_WAITING_INTERVAL_S:
+                logged = now
                 logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self._dispatcher.waiting_for())
         return None
 
@@ -137,28 +171,26 @@ class TrainingLoop:
             return None
         return grace_s - (time.monotonic() - stop.asked_at)
 
-    def _train(self, groups: Sequence[Group], started: float) -> None:
-        waited_s = time.monotonic() - started
+    def _train(self, groups: Sequence[Group], phases: Phases) -> None:
         first_version = self._trainer.policy_version
+        phases.begin("train", f"training step {first_version + 1}")
         self._tune_trainer()
-        self._dispatcher.doing(f"training step {first_version + 1}")
         steps = self._trainer.train_batch(list(groups))
         policy_version = self._trainer.policy_version
         self._dispatcher.finish_batch(groups, policy_version)
         self._wake_hub()
-        publish_wait_s = snapshot_s = 0.0
         is_last = policy_version >= self._config.train.num_steps
         if is_last or _passes(self._config.weights.interval, first_version, policy_version):
-            publish_wait_s, snapshot_s = self._publish(last=is_last)
+            self._publish(phases, last=is_last)
         if _passes(self._config.train.checkpoint_interval, first_version, policy_version) or self._dispatcher.is_log_over():
             self._checkpoints.save()
         fleet = self._dispatcher.take_fleet_use()
         seconds = {
-            "time/step_s": time.monotonic() - started,
-            "time/wait_rollouts_s": waited_s,
+            "time/step_s": phases.total(),
+            "time/wait_rollouts_s": phases.seconds("wait_rollouts"),
             "time/held_back_s": fleet.held_back_s,
-            "time/publish_wait_s": publish_wait_s,
-            "time/snapshot_s": snapshot_s,
+            "time/publish_wait_s": phases.seconds("publish_wait"),
+            "time/snapshot_s": phases.seconds("snapshot"),
         }
         self._step_rows.record(steps, groups, first_version, seconds, fleet)
         self._wake_hub()
@@ -184,13 +216,12 @@ class TrainingLoop:
         self._trained_with = (loss, train)
         self._trainer.tune(clip_low=loss.clip_low, clip_high=loss.clip_high, learning_rate=train.learning_rate)
 
-    def _publish(self, *, last: bool = False) -> tuple[float, float]:
-        """Publish the weights; return the seconds waited for a free buffer, and those to fill it and score the canary."""
+    def _publish(self, phases: Phases, *, last: bool = False) -> None:
+        """Publish the weights, once a buffer is free to be filled."""
         version = self._trainer.policy_version
-        self._dispatcher.doing(f"publishing weights {version}")
-        started = time.monotonic()
+        phases.begin("publish_wait", f"publishing weights {version}")
         with self._publisher.writing() as buffer:
-            waited = time.monotonic()
+            phases.begin("snapshot")
             self._trainer.snapshot(buffer)
             score = self._trainer.score(self._canary.token_ids.tolist())
             self._canary.add(version, score.logprobs)
@@ -198,7 +229,7 @@ class TrainingLoop:
             self._publisher.publish(version)
             self._dispatcher.publish(version, last=last)
         self._wake_hub()
-        return waited - started, time.monotonic() - waited
+        phases.begin("checkpoint")
 
     def _finish_evaluations(self, stop: StopRequest) -> None:
         """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""

@@ -1,6 +1,6 @@
 """The trainer: takes optimizer steps on groups that older policies sampled, so that actors need not wait for it.
 
-A batch of groups passes through these files, the last three once for each optimizer step:
+A batch of groups passes through these files, all but the first once for each optimizer step:
 
 | what happens | where | result |
 |---|---|---|
