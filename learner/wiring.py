@@ -23,7 +23,7 @@ from offbeat.learner.dispatch.contract import make_contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.hub import ActorLink, HubThread, hub_rejections, max_peers, open_hub, open_weight_hub, publish_address
 from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
-from offbeat.learner.leases.demand import Demand
+from offbeat.learner.leases.demand import Demand, last_actor_hours
 from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import (
@@ -100,7 +100,7 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
         record=record,
     )
     watch = watch_calibration(config, inputs.calibration, inputs.hashes, trainer.device, record)
-    demand = Demand(run.actor_hours)
+    demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
     numbers = inputs.own_evaluation and EvaluationNumbers(
         inputs.own_evaluation, inputs.prompts.evaluation, inputs.decode_plain, record
     )

@@ -20,8 +20,11 @@ settles. Pure: time is the sum of the observed steps'.
 import math
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.common.records.rows import StepRow, decode_row
+from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.config import ScaleSection
 
 STARVED = 0.10
@@ -290,3 +293,15 @@ def _mean(window: Iterable[Use]) -> _Mean:
         enough=over_time(use.enough for use in uses),
         step_s=seconds / len(uses),
     )
+
+
+def last_actor_hours(run_folder: Path) -> float:
+    """Return the sum of the actors' time, in hours, as the run's last step tells it; 0 before the first step."""
+    newest, file = b"", run_folder / ROWS_FILE
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                if line.startswith(b'{"kind":"step"') and line.endswith(b"\n"):
+                    newest = line
+    row = decode_row(newest)
+    return row.number("actors/hours") or 0.0 if isinstance(row, StepRow) else 0.0

@@ -17,9 +17,8 @@ import msgspec
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.descriptors import patiently
 from offbeat.common.processes.durable_files import replace
-from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row, StepRow, decode_row
+from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, check_run_folder, set_aside_failed_start
-from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.checks import least_staleness
 from offbeat.common.settings.config import Config, LogSection, RunSection
 from offbeat.common.settings.loading import resolved_toml
@@ -174,8 +173,6 @@ class RunState(NamedTuple):
     settings: LiveSettings
     auto_bound: AutoBound
     log: RolloutLog | None
-    actor_hours: float
-    """The sum of the actors' time so far, in hours."""
 
 
 def restore(config: Config, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> RunState:
@@ -195,7 +192,6 @@ def restore(config: Config, trainer: RankedTrainer, prompts: Sequence[Prompt], r
         settings=settings,
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
         log=log,
-        actor_hours=last_actor_hours(folder) if config.run.resume else 0.0,
     )
 
 
@@ -223,18 +219,6 @@ def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:
                 )
 
     return record_and_note
-
-
-def last_actor_hours(run_folder: Path) -> float:
-    """Return the sum of the actors' time, in hours, as the run's last step tells it; 0 before the first step."""
-    newest, file = b"", run_folder / ROWS_FILE
-    if file.exists():
-        with file.open("rb") as lines:
-            for line in lines:
-                if line.startswith(b'{"kind":"step"') and line.endswith(b"\n"):
-                    newest = line
-    row = decode_row(newest)
-    return row.number("actors/hours") or 0.0 if isinstance(row, StepRow) else 0.0
 
 
 def needed_by_oldest(root: Path, keep: int) -> Position:
