@@ -1,6 +1,5 @@
 """`offbeat compare`: one page about several runs, their curves over each other and the settings in which they differ."""
 
-import html
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +8,11 @@ from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration, number
+from offbeat.common.pages.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
+from offbeat.common.pages.page import Caption, Card, Grid, Mark, Missing, Page, PageHead, PageSection, Table, write_page
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.history import RunHistory, fold_rows
-from offbeat.lab.report.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
-from offbeat.lab.report.page import Figures, head, page_html, section, table_html, write_page
 from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
 from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
@@ -83,38 +82,33 @@ def _num_equal(parts: Sequence[tuple[str, ...]], most: int) -> int:
     return next((index for index in range(most) if len({one[index] for one in parts}) > 1), most)
 
 
-def _page(runs: Sequence[ComparedRun], now: float) -> str:
-    figures = Figures()
+def _page(runs: Sequence[ComparedRun], now: float) -> Page:
     num_finished = sum(run.history.final is not None for run in runs)
     detail = f"{num_finished} of them have ended." if num_finished < len(runs) else "All of them have ended."
-    facts = {"Written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))}
-    body = "\n".join(
-        (
-            head("Comparison", "good" if num_finished == len(runs) else "warn", f"{len(runs)} runs", detail, facts),
-            _results(runs, now),
-            _settings(runs),
-            section(
-                "Learning", "Who learns more of as many rollouts, and who gets there sooner?", figures.cards(_learning(runs))
-            ),
-            section("Staleness", "How old were the rollouts, and what did it cost?", figures.cards(_staleness(runs))),
-            section("Completions", "What became of the model's answers?", figures.cards(_completions(runs))),
-        )
+    tone = "good" if num_finished == len(runs) else "warn"
+    sections = (
+        _results(runs, now),
+        _settings(runs),
+        PageSection("Learning", "Who learns more of as many rollouts, and who gets there sooner?", [Grid(_learning(runs))]),
+        PageSection("Staleness", "How old were the rollouts, and what did it cost?", [Grid(_staleness(runs))]),
+        PageSection("Completions", "What became of the model's answers?", [Grid(_completions(runs))]),
     )
-    return page_html("Comparison", body, figures)
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    return Page(PageHead("Comparison", tone, f"{len(runs)} runs", detail, {}), None, sections, f"Written {written}.")
 
 
-def _results(runs: Sequence[ComparedRun], now: float) -> str:
+def _results(runs: Sequence[ComparedRun], now: float) -> PageSection:
     rows = []
     for run in runs:
         outcome, _ = outcome_of(run.history, now)
         measures = run.measures
         rows.append(
             (
-                html.escape(run.name),
-                f'<span class="mark {OUTCOME_TONES.get(outcome, "warn")}">{outcome}</span>',
+                run.name,
+                Mark(outcome, OUTCOME_TONES.get(outcome, "warn")),
                 f"{measures.num_steps:,}",
-                number(measures.final_reward, ".3f"),
-                number(measures.held_out_reward, ".3f"),
+                number(measures.final_reward),
+                number(measures.held_out_reward),
                 duration(measures.train_s),
                 number(measures.tokens_per_s, ",.0f"),
                 number(measures.learner_idle_share, ".0%"),
@@ -123,23 +117,21 @@ def _results(runs: Sequence[ComparedRun], now: float) -> str:
             )
         )
     columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Time", "Tokens / s", "Learner idle", "Lag", "Clipped")
-    caption = (
+    caption = Caption(
         f"A final reward is the mean of the last {NUM_FINAL_STEPS} steps, the held-out one that of the newest evaluation. The "
         "clock of a run starts with its first batch of rollouts. One run of each kind proves little: offbeat sweep compares "
         "over seeds, with intervals."
     )
-    table = table_html(columns, rows, num_text_columns=2)
-    return section("Results", "The runs in numbers.", f'<div class="card">{table}<figcaption>{caption}</figcaption></div>')
+    return PageSection("Results", "The runs in numbers.", [Card([Table(columns, rows, 2), caption])])
 
 
-def _settings(runs: Sequence[ComparedRun]) -> str:
+def _settings(runs: Sequence[ComparedRun]) -> PageSection:
     lead = "Settings in which the runs differ, but for their folders; all others are the same."
     differing = differing_settings([run.settings for run in runs])
     if not differing:
-        return section("Settings", lead, '<div class="card"><div class="missing">They differ in no setting.</div></div>')
-    rows = [[html.escape(text) for text in (name, *values)] for name, values in sorted(differing.items())]
-    table = table_html(["Setting", *(html.escape(run.name) for run in runs)], rows, num_text_columns=1 + len(runs))
-    return section("Settings", lead, f'<div class="card">{table}</div>')
+        return PageSection("Settings", lead, [Card([Missing(["They differ in no setting."])])])
+    rows = [(name, *values) for name, values in sorted(differing.items())]
+    return PageSection("Settings", lead, [Card([Table(("Setting", *(run.name for run in runs)), rows, 1 + len(runs))])])
 
 
 def _learning(runs: Sequence[ComparedRun]) -> list[Plot]:
@@ -191,7 +183,7 @@ def _plot(
 ) -> Plot:
     """Return one line for each run that has the curve; a run has the same color on all plots."""
     traces = [
-        line_trace(curve.xs, curve.ys, html.escape(run.name), color)
+        line_trace(curve.xs, curve.ys, run.name, color)
         for run, color in zip(runs, itertools.cycle(ACTOR_COLORS), strict=False)
         if (curve := curve_of(run)).xs
     ]

@@ -1,16 +1,12 @@
 """Plots of a run's learning, rollouts, time and weight updates."""
 
-import html
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from offbeat.common.records.rows import CanaryRow, CommitRow, EvalRow, StepRow
-from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
-from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
-from offbeat.lab.report.figures import (
+from offbeat.common.pages.figures import (
     ACTOR_COLORS,
     BLUE,
     CARD,
@@ -35,6 +31,9 @@ from offbeat.lab.report.figures import (
     series,
     step_layout,
 )
+from offbeat.common.records.rows import CanaryRow, CommitRow, EvalRow, StepRow
+from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
+from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
 
 MAX_BARS = 40
 """Largest number of actors with a bar each; the others share one."""
@@ -277,7 +276,7 @@ def where_time_went(history: RunHistory) -> Plot:
         _stacked_bars(bars) if bars else [],
         layout,
         missing="No service has reported its time.",
-        wide=True,
+        is_wide=True,
     )
 
 
@@ -298,16 +297,16 @@ def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[Trace]:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": html.escape(label),
-                "y": [html.escape(service) for service in shown],
+                "name": label,
+                "y": list(shown),
                 "x": [spent / totals[service] for service, spent in shown.items()],
                 "customdata": [f"{spent:,.1f} s" for spent in shown.values()],
                 "marker": {"color": color, "line": {"width": 1, "color": CARD}},
-                "hovertemplate": f"%{{y}}: {html.escape(label)} %{{x:.1%}} (%{{customdata}})<extra></extra>",
+                "hovertemplate": "%{y}: %{fullData.name} %{x:.1%} (%{customdata})<extra></extra>",
             }
         )
     # Plotly orders the bars by first appearance in any trace: the first trace names them all.
-    order = [html.escape(service) for service in bars]
+    order = list(bars)
     anchor = {"type": "bar", "orientation": "h", "y": order, "x": [0.0] * len(order)}
     return [anchor | {"showlegend": False, "hoverinfo": "skip"}, *traces]
 
@@ -367,7 +366,7 @@ def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], pr
             f"highest of {len(values)} actors": {version: max(by_version[version]) for version in versions},
         }
     return [
-        _points(sorted(of_actor.items()), html.escape(f"{prefix}{actor}"), color)
+        _points(sorted(of_actor.items()), f"{prefix}{actor}", color)
         for (actor, of_actor), color in zip(sorted(values.items()), ACTOR_COLORS, strict=False)
     ]
 

@@ -1,14 +1,32 @@
 """The report of a run: one HTML page that needs neither a network nor other files."""
 
-import html
-import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from offbeat.common.formats import duration
+from offbeat.common.formats import duration, number
+from offbeat.common.pages.page import (
+    Block,
+    Caption,
+    Card,
+    Folded,
+    Grid,
+    KeyFigure,
+    Mark,
+    Missing,
+    Page,
+    PageHead,
+    PageSection,
+    Sentence,
+    Sum,
+    Table,
+    Tally,
+    Term,
+    Tiles,
+    write_page,
+)
 from offbeat.common.records.rows import LedgerSums
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows
@@ -28,12 +46,14 @@ from offbeat.lab.drift import (
 from offbeat.lab.ended_run import state_without_end
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
-from offbeat.lab.report.page import Figures, KeyFigure, head, page_html, section, table_html, tiles, write_page
-from offbeat.lab.report.sections import evaluation_samples_section, evaluation_section, health_section, samples_section
+from offbeat.lab.report.sections import (
+    evaluation_samples_sections,
+    evaluation_sections,
+    health_section,
+    samples_section,
+)
 from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
-
-logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 
@@ -76,51 +96,46 @@ def write_report(run_folder: Path) -> Path:
 
     The page of a run that is short, empty, failed or still going says so. `FileNotFoundError` for a folder without metrics.
     """
+    return write_page(run_folder / REPORT_FILE, read_report(run_folder))
+
+
+def read_report(run_folder: Path) -> Page:
+    """Return the report of the run so far, from its metrics rows and settings; raise as `write_report` does."""
     rows_file = run_folder / ROWS_FILE
     if not rows_file.is_file():
         raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
     broken_lines: list[int] = []
     history = fold_rows(read_rows(rows_file, broken_lines))
-    text = _page(run_folder.resolve().name, history, read_settings(run_folder), broken_lines, time.time())
-    return write_page(run_folder / REPORT_FILE, text)
+    return _page(run_folder.resolve().name, history, read_settings(run_folder), broken_lines, time.time())
 
 
-# The page
-
-
-def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> str:
-    figures = Figures()
+def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> Page:
     drift = drift_report(history)
-    body = "\n".join(
-        (
-            _head(name, history, config, now),
-            _key_figures(history),
-            health_section(history.events, history.first_time),
-            _learning(figures, history, config),
-            evaluation_section(figures, history),
-            _staleness(figures, history, config),
-            _drift(figures, drift.by_lag, drift.by_turn),
-            samples_section(history.samples),
-            evaluation_samples_section([row for _, row in sorted(history.evaluation_samples.items())]),
-            _rollouts(figures, history),
-            _bias(drift),
-            _weights(figures, history),
-            _ledger(history),
-            _actors(history),
-            _events(history),
-            _settings(config),
-            _foot(history, broken_lines, now),
-        )
+    sections = (
+        health_section(history.events, history.first_time),
+        _learning(history, config),
+        *evaluation_sections(history),
+        _staleness(history, config),
+        _drift(drift.by_lag, drift.by_turn),
+        samples_section(history.samples),
+        *evaluation_samples_sections([row for _, row in sorted(history.evaluation_samples.items())]),
+        _rollouts(history),
+        _bias(drift),
+        _weights(history),
+        _ledger(history),
+        _actors(history),
+        _events(history),
+        _settings(config),
     )
-    return page_html(name, body, figures)
+    return Page(_head(name, history, config, now), _key_figures(history), sections, _foot(history, broken_lines, now))
 
 
 # Head
 
 
-def _head(name: str, history: RunHistory, config: RunSettings, now: float) -> str:
+def _head(name: str, history: RunHistory, config: RunSettings, now: float) -> PageHead:
     outcome, detail = outcome_of(history, now)
-    return head(name, OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
+    return PageHead(name, OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
 
 
 def outcome_of(history: RunHistory, now: float) -> tuple[str, str]:
@@ -160,8 +175,8 @@ def _last_version(history: RunHistory) -> int:
     return history.steps[-1].policy_version if history.steps else 0
 
 
-def _key_figures(history: RunHistory) -> str:
-    return tiles(
+def _key_figures(history: RunHistory) -> Tiles:
+    return Tiles(
         (
             _reward_figure(history),
             _held_out_figure(history),
@@ -263,7 +278,7 @@ def _numbers(history: RunHistory, name: str) -> list[float]:
 # Plots
 
 
-def _learning(figures: Figures, history: RunHistory, config: RunSettings) -> str:
+def _learning(history: RunHistory, config: RunSettings) -> PageSection:
     plots = (
         run_plots.reward_by_step(history),
         run_plots.reward_by_time(history),
@@ -272,10 +287,10 @@ def _learning(figures: Figures, history: RunHistory, config: RunSettings) -> str
         run_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
         run_plots.groups_without_signal(history),
     )
-    return section("Learning", "Does the policy get better, and is the optimization calm?", figures.cards(plots))
+    return PageSection("Learning", "Does the policy get better, and is the optimization calm?", [Grid(plots)])
 
 
-def _staleness(figures: Figures, history: RunHistory, config: RunSettings) -> str:
+def _staleness(history: RunHistory, config: RunSettings) -> PageSection:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     objective = DEFAULTS.get(str(config.setting("loss", "objective")))
     if objective is not None and objective.bounds_divergence:
@@ -287,178 +302,155 @@ def _staleness(figures: Figures, history: RunHistory, config: RunSettings) -> st
         staleness_plots.log_ratio(history, clip_low, clip_high),
     )
     lead = "How old were the rollouts when they were trained on, and how much of them did the objective set aside?"
-    return section("Staleness", lead, figures.cards(plots))
+    return PageSection("Staleness", lead, [Grid(plots)])
 
 
-def _drift(figures: Figures, lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> str:
+def _drift(lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> PageSection:
     lead = "How far had the policy moved from what sampled the completions, at each policy lag?"
     if not lines:
-        missing = '<div class="card"><div class="missing">No step has recorded its drift by policy lag.</div></div>'
-        return section("Drift by policy lag", lead, missing)
-    head_cells = [html.escape(name) for name in DRIFT_HEAD]
-    table = table_html(head_cells, [drift_cells(line) for line in lines], num_text_columns=1)
-    note = (
+        return PageSection("Drift by policy lag", lead, [Card([Missing(["No step has recorded its drift by policy lag."])])])
+    note = Caption(
         "Means over all completions of the run at that lag. The spread is that of all of them; the effective sample size (ESS) "
         "is the share of each step's completions that counts, averaged over the steps by their completions."
     )
+    tables = [Card([Table(DRIFT_HEAD, [drift_cells(line) for line in lines], 1), note], is_wide=True)]
+    if by_turn:
+        note = Caption(
+            "Means over the sampled tokens of such turns: of their own lag, and of the KL estimate of engine and learner."
+        )
+        tables.append(Card([Table(TURN_HEAD, [turn_cells(line) for line in by_turn], 1), note], is_wide=True))
     plots = (
         staleness_plots.log_ratio_by_lag(lines),
         staleness_plots.clip_by_lag(lines),
         staleness_plots.reward_and_length_by_lag(lines),
     )
-    cards = "".join(figures.card(plot) for plot in plots)
-    ledger = f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
-    if by_turn:
-        table = table_html(list(map(html.escape, TURN_HEAD)), [turn_cells(line) for line in by_turn], num_text_columns=1)
-        note = "Means over the sampled tokens of such turns: of their own lag, and of the KL estimate of engine and learner."
-        ledger += f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
-    return section("Drift by policy lag", lead, f'<div class="grid">{ledger}{cards}</div>')
+    return PageSection("Drift by policy lag", lead, [Grid([*tables, *plots])])
 
 
-def _rollouts(figures: Figures, history: RunHistory) -> str:
+def _rollouts(history: RunHistory) -> PageSection:
     plots = (
         run_plots.completion_lengths(history),
         run_plots.throughput(history),
         run_plots.where_time_went(history),
     )
-    return section("Rollouts and time", "Who waits for whom, and is anything biased away?", figures.cards(plots))
+    return PageSection("Rollouts and time", "Who waits for whom, and is anything biased away?", [Grid(plots)])
 
 
-def _weights(figures: Figures, history: RunHistory) -> str:
+def _weights(history: RunHistory) -> PageSection:
     plots = (run_plots.weight_sync(history), run_plots.canary(history))
-    return section("Weights", "What the updates cost, and whether they arrived.", figures.cards(plots))
+    return PageSection("Weights", "What the updates cost, and whether they arrived.", [Grid(plots)])
 
 
 # Bias
 
 
-def _bias(report: DriftReport) -> str:
+def _bias(report: DriftReport) -> PageSection:
     lead = "Did training leave out, or put off, leases that differ from the others in length, duration or reward?"
     first, *others = report.verdict
-    tone = "bad" if report.bias.alarms else "good"
-    sentences = f'<p class="verdict {tone}">{html.escape(first)}</p>'
-    sentences += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in others)
-    tables = [table_html(part_head(report.bias), _escaped(part_rows(report.bias, report.books)), num_text_columns=1)]
+    blocks: list[Block] = [Sentence(first, "bad" if report.bias.alarms else "good"), *map(Sentence, others)]
+    blocks.append(Table(part_head(report.bias), part_rows(report.bias, report.books), 1))
     if tests := comparison_rows(report.bias):
-        tables.append(table_html(COMPARISON_HEAD, _escaped(tests), num_text_columns=2))
-    note = (
+        blocks.append(Table(COMPARISON_HEAD, tests, 2))
+    note = Caption(
         "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
         "same time. Effect: rank-biserial correlation, from -1 to 1; "
         f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g} and {MIN_SHARE:.0%} of the leases."
     )
-    tests_note = f"<figcaption>{html.escape(note)}</figcaption>"
-    return section("Bias", lead, f'<div class="card">{sentences}{"".join(tables)}{tests_note}</div>')
-
-
-def _escaped(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    return [[html.escape(cell) for cell in row] for row in rows]
+    return PageSection("Bias", lead, [Card([*blocks, note])])
 
 
 # Ledger
 
 
-def _ledger(history: RunHistory) -> str:
+def _ledger(history: RunHistory) -> PageSection:
     books = history.ledger
     lead = "Every lease ends in exactly one way; whatever is lost or counted twice would break this sum."
     if books is None:
-        content = (
-            '<div class="missing">The books are closed in the final row, which this run has not written.<br>'
-            f"So far its rows tell of {history.num_groups_trained:,} groups trained and "
-            f"{sum(history.groups_by_drop_reason.values()):,} dropped{_reasons(history.groups_by_drop_reason)}.</div>"
+        missing = Missing(
+            [
+                "The books are closed in the final row, which this run has not written.",
+                f"So far its rows tell of {history.num_groups_trained:,} groups trained and "
+                f"{sum(history.groups_by_drop_reason.values()):,} dropped{_reasons(history.groups_by_drop_reason)}.",
+            ]
         )
-        return section("Ledger", lead, f'<div class="card">{content}</div>')
-    return section("Ledger", lead, f'<div class="card">{_law(books)}</div>')
+        return PageSection("Ledger", lead, [Card([missing])])
+    terms = (
+        Term("trained", books.trained, "calm"),
+        Term(f"dropped{_reasons(books.dropped)}", sum(books.dropped.values()), "bad"),
+        Term("expired", books.expired, "warn"),
+        Term("in flight", books.in_flight, "idle"),
+    )
+    return PageSection("Ledger", lead, [Card([Sum(Term("leased", books.leased, "whole"), terms), _law(books, terms)])])
 
 
-def _law(books: LedgerSums) -> str:
-    num_dropped = sum(books.dropped.values())
-    parts = (
-        ("trained", books.trained, "calm"),
-        (f"dropped{_reasons(books.dropped)}", num_dropped, "bad"),
-        ("expired", books.expired, "warn"),
-        ("in flight", books.in_flight, "idle"),
-    )
-    boxes = '<div class="sign">+</div>'.join(_term(label, count, tone) for label, count, tone in parts)
-    shares = "".join(
-        f'<div class="{tone}" style="flex: {count}" title="{count:,} {label}"></div>' for label, count, tone in parts if count
-    )
-    sum_text = f"{' + '.join(f'{count:,}' for _, count, _ in parts)} = {books.num_accounted:,}"
+def _law(books: LedgerSums, terms: Sequence[Term]) -> Sentence:
+    sum_text = f"{' + '.join(f'{term.number:,}' for term in terms)} = {books.num_accounted:,}"
     missing = books.leased - books.num_accounted
     if missing == 0:
-        verdict = f'<p class="verdict good">The law holds: {sum_text}, every lease is accounted for.</p>'
-    else:
-        fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} are counted twice"
-        verdict = f'<p class="verdict bad">The law is broken: {sum_text}, not {books.leased:,}; {fault}.</p>'
-    leased = f'{_term("leased", books.leased, "whole")}<div class="sign">=</div>'
-    return f'<div class="law">{leased}{boxes}</div><div class="shares">{shares}</div>{verdict}'
-
-
-def _term(label: str, count: int, tone: str) -> str:
-    return f'<div class="term {tone}"><b>{count:,}</b><span>{label}</span></div>'
+        return Sentence(f"The law holds: {sum_text}, every lease is accounted for.", "good")
+    fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} are counted twice"
+    return Sentence(f"The law is broken: {sum_text}, not {books.leased:,}; {fault}.", "bad")
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
     """Return ` { stale 18, reward_error 2 }`, empty without drops."""
     parts = sorted(dropped.items(), key=lambda item: -item[1])
-    text = ", ".join(f"{html.escape(reason or 'no reason')} {count:,}" for reason, count in parts)
+    text = ", ".join(f"{reason or 'no reason'} {count:,}" for reason, count in parts)
     return f" {{ {text} }}" if text else ""
 
 
 # Tables
 
 
-def _actors(history: RunHistory) -> str:
+def _actors(history: RunHistory) -> PageSection:
     lead = "What each actor did, all its restarts under one name added up."
     if not history.actors:
-        return section("Actors", lead, '<div class="card"><div class="missing">No actor has reported.</div></div>')
+        return PageSection("Actors", lead, [Card([Missing(["No actor has reported."])])])
     start = history.first_time or 0.0
     rows = [
         (
-            html.escape(actor.name),
-            "–" if actor.policy_version is None else f"{actor.policy_version:,}",
+            actor.name,
+            number(actor.policy_version, ","),
             f"{actor.num_groups_sent:,}",
             f"{actor.num_generated_tokens:,}",
-            "–" if actor.tokens_per_s is None else f"{actor.tokens_per_s:,.0f}",
+            number(actor.tokens_per_s, ",.0f"),
             duration(actor.times[0] - start),
             duration(actor.times[-1] - start),
         )
         for actor in sorted(history.actors.values(), key=lambda actor: actor.name)
     ]
     columns = ("Actor", "Last version", "Groups sent", "Tokens", "tok/s", "First heard at", "Last heard at")
-    return section("Actors", lead, f'<div class="card">{table_html(columns, rows, num_text_columns=1)}</div>')
+    return PageSection("Actors", lead, [Card([Table(columns, rows, 1)])])
 
 
-def _events(history: RunHistory) -> str:
+def _events(history: RunHistory) -> PageSection:
     lead = "Joins, losses, exclusions, and whatever else was out of the ordinary."
     if not history.events:
-        return section("Events", lead, '<div class="card"><div class="missing">Nothing happened.</div></div>')
+        return PageSection("Events", lead, [Card([Missing(["Nothing happened."])])])
     counts = Counter(event.event for event in history.events)
-    chips = "".join(f"<li>{html.escape(name)} <b>{count:,}</b></li>" for name, count in counts.most_common())
-    shown, note = history.events, ""
+    shown, note = history.events, []
     if len(shown) > MAX_EVENT_ROWS:
-        note = f"<figcaption>The first and the last {MAX_EVENT_ROWS // 2} of {len(shown):,} events.</figcaption>"
+        note = [Caption(f"The first and the last {MAX_EVENT_ROWS // 2} of {len(shown):,} events.")]
         shown = shown[: MAX_EVENT_ROWS // 2] + shown[-MAX_EVENT_ROWS // 2 :]
     start = history.first_time or 0.0
     rows = [
         (
             duration(event.time - start),
-            f'<span class="mark {_EVENT_TONES.get(event.event, "calm")}">{html.escape(event.event)}</span>',
-            html.escape(event.actor or ""),
-            html.escape(event.detail),
+            Mark(event.event, _EVENT_TONES.get(event.event, "calm")),
+            event.actor or "",
+            event.detail,
         )
         for event in shown
     ]
-    listing = table_html(("After", "Event", "Actor", "Detail"), rows, num_text_columns=4)
-    return section("Events", lead, f'<div class="card"><ul class="chips">{chips}</ul>{listing}{note}</div>')
+    listing = Table(("After", "Event", "Actor", "Detail"), rows, 4)
+    return PageSection("Events", lead, [Card([Tally(dict(counts.most_common())), listing, *note])])
 
 
-def _settings(config: RunSettings) -> str:
+def _settings(config: RunSettings) -> PageSection:
     lead = "The resolved settings the run was started with."
     if not config.text:
-        missing = f'<div class="missing">The folder has no {CONFIG_FILE}.</div>'
-        return section("Settings", lead, f'<div class="card">{missing}</div>')
-    text = f"<details><summary>{CONFIG_FILE}</summary><pre>{html.escape(config.text)}</pre></details>"
-    return section("Settings", lead, f'<div class="card">{text}</div>')
+        return PageSection("Settings", lead, [Card([Missing([f"The folder has no {CONFIG_FILE}."])])])
+    return PageSection("Settings", lead, [Folded(CONFIG_FILE, "", [config.text])])
 
 
 def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
@@ -467,4 +459,4 @@ def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
     if broken_lines:
         first = ", ".join(str(line) for line in broken_lines[:5])
         broken = f" {len(broken_lines):,} unreadable lines were skipped (first: {first})."
-    return f"<footer>Written {written} from {history.num_rows:,} rows of {ROWS_FILE}.{broken}</footer>"
+    return f"Written {written} from {history.num_rows:,} rows of {ROWS_FILE}.{broken}"

@@ -1,13 +1,12 @@
 """The report's sections on health, evaluations and samples."""
 
-import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from offbeat.common.formats import duration
+from offbeat.common.formats import duration, number
+from offbeat.common.pages.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
+from offbeat.common.pages.page import Card, Folded, Grid, Mark, Missing, PageSection, Sentence, Table
 from offbeat.common.records.rows import EvalRow, EvalSampleRow, EventRow, SampleRow
 from offbeat.lab.history import RunHistory
-from offbeat.lab.report.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
-from offbeat.lab.report.page import Figures, section, table_html
 from offbeat.lab.samples import printable
 from offbeat.learner.diagnostics.health import troubles
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten
@@ -16,30 +15,27 @@ MAX_SAMPLES = 60
 """Largest number of samples in a section; of a longer list, the first and the last ones."""
 
 
-def samples_section(samples: Sequence[SampleRow]) -> str:
-    """Return the part of the page with prompts and completions, oldest step first; all but the last ones are folded."""
+def samples_section(samples: Sequence[SampleRow]) -> PageSection:
+    """Return the section with prompts and completions, oldest step first; all but the last ones are folded."""
     lead = "The best and the worst completion of some steps, as the model wrote them. All others: offbeat samples RUN."
-    if not samples:
-        return section("Samples", lead, '<div class="card"><div class="missing">No step was sampled.</div></div>')
-    return section("Samples", lead, _cards(samples))
+    return PageSection("Samples", lead, _cards(samples) or [Card([Missing(["No step was sampled."])])])
 
 
-def evaluation_samples_section(samples: Sequence[EvalSampleRow]) -> str:
-    """Return the part of the page with completions of held-out prompts, oldest evaluation first; empty without samples."""
+def evaluation_samples_sections(samples: Sequence[EvalSampleRow]) -> list[PageSection]:
+    """Return the section with completions of held-out prompts, oldest evaluation first; none without samples."""
     lead = "A completion of some held-out prompts in each evaluation, as the model wrote it."
-    return section("Evaluation samples", lead, _cards(samples)) if samples else ""
+    return [PageSection("Evaluation samples", lead, _cards(samples))] if samples else []
 
 
-def _cards(samples: Sequence[SampleRow] | Sequence[EvalSampleRow]) -> str:
+def _cards(samples: Sequence[SampleRow] | Sequence[EvalSampleRow]) -> list[Folded]:
     shown = [*samples]
     if len(shown) > MAX_SAMPLES:
         shown = shown[: MAX_SAMPLES // 2] + shown[-MAX_SAMPLES // 2 :]
-    last = shown[-1].policy_version
-    return "".join(_card(sample, is_open=sample.policy_version == last) for sample in shown)
+    return [_card(sample, is_open=sample.policy_version == shown[-1].policy_version) for sample in shown]
 
 
-def _card(sample: SampleRow | EvalSampleRow, *, is_open: bool) -> str:
-    reward = "–" if sample.reward is None else f"{sample.reward:.3g}"
+def _card(sample: SampleRow | EvalSampleRow, *, is_open: bool) -> Folded:
+    reward = number(sample.reward, ".3g")
     ended = "cut at rollout.max_new_tokens" if sample.finish_reason == "length" else "stopped"
     if isinstance(sample, SampleRow):
         above = "" if sample.above_mean is None else f" ({sample.above_mean:+.3g} above its group's mean)"
@@ -50,52 +46,48 @@ def _card(sample: SampleRow | EvalSampleRow, *, is_open: bool) -> str:
         facts = f"version {sample.policy_version:,}, prompt {sample.prompt_id:,}{of_set}: reward {reward}"
         source = "held out"
     more = f"{source}, {sample.num_tokens:,} tokens, {ended}"
-    return (
-        f'<details class="card"{" open" if is_open else ""}><summary>{html.escape(facts)}</summary>'
-        f"<p>{html.escape(more)}</p><pre>{_text(sample.prompt)}</pre><pre>{_text(sample.completion)}</pre></details>"
-    )
+    return Folded(facts, more, [_text(sample.prompt), _text(sample.completion)], is_open)
 
 
 def _text(text: str) -> str:
     # Rows are files that anybody may have written: their length is not trusted.
-    return html.escape(printable(shorten(text, MAX_TEXT)))
+    return printable(shorten(text, MAX_TEXT))
 
 
-def health_section(events: Iterable[EventRow], start: float | None) -> str:
-    """Return the part of the page with every health rule that held; `start` is the run's first time, in epoch seconds."""
+def health_section(events: Iterable[EventRow], start: float | None) -> PageSection:
+    """Return the section with every health rule that held; `start` is the run's first time, in epoch seconds."""
     lead = "Signs that the run was dead, broken or waiting, and what to do about each. docs/health.md lists the rules."
     told = [event for event in events if event.event in ("health", "health_cleared", "run_started")]
     rows = [
         (
             duration(event.time - (start or 0.0)),
-            "" if event.policy_version is None else f"{event.policy_version:,}",
-            f'<span class="mark {"bad" if event.event == "health" else "good"}">{html.escape(event.rule or "")}</span>',
+            number(event.policy_version, ","),
+            Mark(event.rule or "", "bad" if event.event == "health" else "good"),
             "" if event.event == "health" else "cleared",
-            html.escape(event.detail),
+            event.detail,
         )
         for event in told
         if event.event != "run_started"
     ]
     if not rows:
-        return section("Health", lead, '<div class="card"><p class="verdict good">No health rule held at any time.</p></div>')
+        return PageSection("Health", lead, [Card([Sentence("No health rule held at any time.", "good")])])
     left = troubles(told)
     verdict = f"Not well at the end: {', '.join(left)}." if left else "All of it had cleared by the end."
-    tone = "bad" if left else "good"
-    listing = table_html(("After", "Version", "Rule", "", "Reason"), rows, num_text_columns=5)
-    return section("Health", lead, f'<div class="card"><p class="verdict {tone}">{html.escape(verdict)}</p>{listing}</div>')
+    listing = Table(("After", "Version", "Rule", "", "Reason"), rows, 5)
+    return PageSection("Health", lead, [Card([Sentence(verdict, "bad" if left else "good"), listing])])
 
 
-def evaluation_section(figures: Figures, history: RunHistory) -> str:
-    """Return the part of the page about evaluations; empty for a run without one."""
+def evaluation_sections(history: RunHistory) -> list[PageSection]:
+    """Return the section about evaluations; none for a run without one."""
     rows = [row for _, row in sorted(history.evaluations.items())]
     if not rows:
-        return ""
+        return []
     plots = [pass_at_k(rows)]
     if any(row.sets for row in rows):
         plots.append(reward_by_set(rows))
     if any(row.numbers for row in rows):
         plots.append(own_numbers(rows))
-    return section("Evaluation", "How well does the policy solve prompts that it is not trained on?", figures.cards(plots))
+    return [PageSection("Evaluation", "How well does the policy solve prompts that it is not trained on?", [Grid(plots)])]
 
 
 def pass_at_k(rows: Sequence[EvalRow]) -> Plot:
@@ -144,7 +136,7 @@ def _named_lines(
 ) -> Plot:
     """Return a plot with a line for each name among the numbers, which is the user's text."""
     names = sorted({name for row in rows for name in numbers(row)})
-    lines = [_line(rows, numbers, name, html.escape(name), index) for index, name in enumerate(names)]
+    lines = [_line(rows, numbers, name, name, index) for index, name in enumerate(names)]
     layout = step_layout("policy version", [row.policy_version for row in rows], axis)
     return Plot(title, question, lines, layout, missing=missing)
 

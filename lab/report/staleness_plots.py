@@ -1,11 +1,9 @@
 """Plots of the rollouts' staleness, the objective's clipping, and the drift at each policy lag."""
 
-import html
 import math
 from collections.abc import Sequence
 
-from offbeat.lab.history import LagDrift, RunHistory
-from offbeat.lab.report.figures import (
+from offbeat.common.pages.figures import (
     BLUE,
     GRAY,
     INK,
@@ -23,6 +21,7 @@ from offbeat.lab.report.figures import (
     series,
     step_layout,
 )
+from offbeat.lab.history import LagDrift, RunHistory
 
 _NO_DRIFT = "No step has recorded its drift by policy lag."
 
@@ -94,7 +93,7 @@ def clip_fraction(history: RunHistory) -> Plot:
     for name, label, color in _CLIP_SIDES:
         steps, fractions = series(history.steps, f"clip/{name}")
         if fractions:
-            area = line_trace(steps, fractions, html.escape(label), color)
+            area = line_trace(steps, fractions, label, color)
             area["line"]["width"] = 0.5
             traces.append(area | {"stackgroup": "fractions", "fillcolor": color, "mode": "lines"})
     noise_steps, noise = series(history.steps, "clip/noise")
@@ -217,5 +216,5 @@ def reward_and_length_by_lag(drift: Sequence[LagDrift]) -> Plot:
         traces if rewards and lengths else [],
         layout,
         missing="No step has recorded rewards and lengths by policy lag.",
-        wide=True,
+        is_wide=True,
     )

@@ -1,11 +1,10 @@
 """The plots of a sweep's report: curves with confidence bands, and the runs of all values side by side."""
 
-import html
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offbeat.lab.report.figures import (
+from offbeat.common.pages.figures import (
     ACTOR_COLORS,
     BLUE,
     GOLD,
@@ -116,10 +115,10 @@ def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: d
         if band.num_seeds > 1:
             traces += band_traces(band.xs, band.lows, band.highs, "", colors[label] + _BAND_OPACITY)
     for label, band in bands.items():
-        traces.append(line_trace(band.xs, band.means, html.escape(_title(summary, label)), colors[label]))
+        traces.append(line_trace(band.xs, band.means, _title(summary, label), colors[label]))
     layout: Layout = plot_layout(x_title, "reward") | {"height": 380}
     layout["legend"]["traceorder"] = "normal"
-    return Plot(title, caption, traces, layout, missing=_NO_RUN, wide=True)
+    return Plot(title, caption, traces, layout, missing=_NO_RUN, is_wide=True)
 
 
 def _title(summary: Summary, label: str) -> str:
@@ -141,7 +140,7 @@ def _dot_plot(
             "type": "scatter",
             "mode": "markers",
             "name": "runs",
-            "x": [html.escape(label) for label, _, _ in dots],
+            "x": [label for label, _, _ in dots],
             "y": [number for _, _, number in dots],
             "customdata": [seed for _, seed, _ in dots],
             "marker": {"color": GRAY, "size": 8},
@@ -162,7 +161,7 @@ def _means(told: Sequence[tuple[str, Estimate]]) -> Trace:
         "type": "scatter",
         "mode": "markers",
         "name": "mean",
-        "x": [html.escape(label) for label, _ in told],
+        "x": [label for label, _ in told],
         "y": [number.mean for _, number in told],
         "error_y": {"type": "data", "array": upper, "color": BLUE, "thickness": 1.5, "width": 5},
         "marker": {"color": BLUE, "size": 10, "symbol": "diamond"},
@@ -182,7 +181,7 @@ def _bar_plot(
                 {
                     "type": "bar",
                     "name": label,
-                    "x": [html.escape(value) for value, _ in told],
+                    "x": [value for value, _ in told],
                     "y": [mean for _, mean in told],
                     "marker": {"color": color},
                     "hovertemplate": "%{y:.3~g}",
@@ -194,7 +193,7 @@ def _bar_plot(
 
 def _value_layout(summary: Summary, y_title: str, y_axis: dict[str, Any] | None = None) -> Layout:
     """Return a layout with a place for each value, even without runs."""
-    labels = [html.escape(value.label) for value in summary.values]
+    labels = [value.label for value in summary.values]
     x_title = next(iter(summary.settings)).rpartition(".")[2] if len(summary.settings) == 1 else ""
     # As categories: a numeric axis would place values by size, and merge 1 and 1.0.
     x_axis = {"type": "category", "categoryorder": "array", "categoryarray": labels, "range": [-0.5, len(labels) - 0.5]}

@@ -1,6 +1,5 @@
 """The report of a sweep: one HTML page that needs no network, and a file with its numbers."""
 
-import html
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,10 +7,30 @@ from pathlib import Path
 import msgspec
 
 from offbeat.common.formats import duration, number
+from offbeat.common.pages.page import (
+    Block,
+    Bullets,
+    Caption,
+    Card,
+    Folded,
+    Grid,
+    KeyFigure,
+    LinkedText,
+    Mark,
+    Missing,
+    NotedText,
+    Page,
+    PageHead,
+    PageSection,
+    Sentence,
+    Table,
+    TableCell,
+    Tiles,
+    write_page,
+)
 from offbeat.common.processes import durable_files
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
-from offbeat.lab.report.page import Figures, KeyFigure, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots
 from offbeat.lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
@@ -40,32 +59,24 @@ def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()
     return write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
 
 
-def _page(name: str, gathered: Gathered) -> str:
-    figures, summary = Figures(), gathered.summary
-    body = "\n".join(
-        (
-            _head(name, summary, gathered.config),
-            _key_figures(summary),
-            _recommendation(summary),
-            _learning(figures, gathered),
-            _speed(figures, summary),
-            _staleness(figures, summary),
-            _bias(summary),
-            _differences(summary),
-            _runs(summary),
-            _settings(gathered.config),
-            _foot(),
-        )
+def _page(name: str, gathered: Gathered) -> Page:
+    summary = gathered.summary
+    sections = (
+        _recommendation(summary),
+        _learning(gathered),
+        _speed(summary),
+        _staleness(summary),
+        _bias(summary),
+        _differences(summary),
+        _runs(summary),
+        _settings(gathered.config),
     )
-    return page_html(name, body, figures)
-
-
-def _foot() -> str:
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return f"<footer>Written {written}; all numbers are in {SUMMARY_FILE}.</footer>"
+    foot = f"Written {written}; all numbers are in {SUMMARY_FILE}."
+    return Page(_head(name, summary, gathered.config), _key_figures(summary), sections, foot)
 
 
-def _head(name: str, summary: Summary, config: Config) -> str:
+def _head(name: str, summary: Summary, config: Config) -> PageHead:
     num_ended = sum(run.state in ENDED for run in summary.runs)
     num_hopeless = sum(run.state == "hopeless" for run in summary.runs)
     is_complete = num_ended == len(summary.runs)
@@ -85,17 +96,17 @@ def _head(name: str, summary: Summary, config: Config) -> str:
         "Objective": config.loss.objective,
         "Steps": f"{config.train.num_steps:,} of {config.train.groups_per_step} groups",
     }
-    return head(name, "good" if is_complete else "warn", what, detail, facts)
+    return PageHead(name, "good" if is_complete else "warn", what, detail, facts)
 
 
 def _title(summary: Summary, label: str) -> str:
     return f"{next(iter(summary.settings))} = {label}" if len(summary.settings) == 1 else label
 
 
-def _key_figures(summary: Summary) -> str:
+def _key_figures(summary: Summary) -> Tiles:
     best = next((value for value in summary.values if value.label == summary.recommendation.label), None)
     base = next(value for value in summary.values if value.label == summary.reference)
-    return tiles(
+    return Tiles(
         (
             KeyFigure("Recommended", best.label if best else "–", "", _setting_names(summary)),
             _reward_tile("Final reward of the reference", base),
@@ -124,21 +135,20 @@ def _ratio_tile(best: Value | None, summary: Summary) -> KeyFigure:
     return KeyFigure("Time", f"{best.time_ratio.difference:.2f}", "×", note)
 
 
-def _recommendation(summary: Summary) -> str:
+def _recommendation(summary: Summary) -> PageSection:
     told = summary.recommendation
-    tone = "good" if told.label is not None else "warn"
-    sentences = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in told.sentences)
-    content = (
-        f'<div class="card"><p class="verdict {tone}">{html.escape(told.headline)}</p><ul>{sentences}</ul>'
-        f"<figcaption>The rule: {html.escape(RULE)} The margin is {summary.margin:g} (--difference), the reference "
-        f"{html.escape(_title(summary, summary.reference))}; values are told apart by Welch's t-test at {CONFIDENCE:.0%}. A "
+    caption = Caption(
+        f"The rule: {RULE} The margin is {summary.margin:g} (--difference), the reference "
+        f"{_title(summary, summary.reference)}; values are told apart by Welch's t-test at {CONFIDENCE:.0%}. A "
         f"final reward is the mean of the last {NUM_FINAL_STEPS} steps, whose completions are as old as the run's lag: where "
-        "the policy still improves, the held-out reward is the fairer one.</figcaption></div>"
+        "the policy still improves, the held-out reward is the fairer one."
     )
-    return section("Recommendation", "What these runs say, and what they cannot say.", content)
+    headline = Sentence(told.headline, "good" if told.label is not None else "warn")
+    card = Card([headline, Bullets(told.sentences), caption])
+    return PageSection("Recommendation", "What these runs say, and what they cannot say.", [card])
 
 
-def _learning(figures: Figures, gathered: Gathered) -> str:
+def _learning(gathered: Gathered) -> PageSection:
     summary = gathered.summary
     plots = (
         sweep_plots.reward_by_groups(summary, gathered.curves),
@@ -162,10 +172,10 @@ def _learning(figures: Figures, gathered: Gathered) -> str:
         "reference's final reward, less the margin or not; “k of n” where not every seed came there, of those that did."
     )
     table = _value_table(summary, columns, caption)
-    return section("Learning", "Does a staler run learn as much, and does it get there sooner?", figures.cards(plots) + table)
+    return PageSection("Learning", "Does a staler run learn as much, and does it get there sooner?", [Grid(plots), table])
 
 
-def _speed(figures: Figures, summary: Summary) -> str:
+def _speed(summary: Summary) -> PageSection:
     columns = {
         "Tokens trained / s": _shown("tokens_per_s", ",.0f"),
         "Groups / s": _shown("groups_per_s", ".2f"),
@@ -180,10 +190,10 @@ def _speed(figures: Figures, summary: Summary) -> str:
     )
     plots = (sweep_plots.throughput(summary), sweep_plots.waiting(summary))
     table = _value_table(summary, columns, caption)
-    return section("Throughput", "Who waits for whom?", figures.cards(plots) + table)
+    return PageSection("Throughput", "Who waits for whom?", [Grid(plots), table])
 
 
-def _staleness(figures: Figures, summary: Summary) -> str:
+def _staleness(summary: Summary) -> PageSection:
     columns = {
         "Lag, mean": _shown("lag_mean", ".2f"),
         "Lag, largest": _shown("lag_max", ".1f"),
@@ -197,16 +207,11 @@ def _staleness(figures: Figures, summary: Summary) -> str:
     )
     plots = (sweep_plots.lag(summary), sweep_plots.drift(summary))
     lead = "How old were the rollouts, and how far had the policy moved on?"
-    return section("Lag and drift", lead, figures.cards(plots) + _value_table(summary, columns, caption))
+    return PageSection("Lag and drift", lead, [Grid(plots), _value_table(summary, columns, caption)])
 
 
-def _bias(summary: Summary) -> str:
-    alarms = [
-        f"{html.escape(run.name)}: {html.escape(alarm)}"
-        for run in summary.runs
-        if run.state in ENDED
-        for alarm in run.measures.bias_alarms
-    ]
+def _bias(summary: Summary) -> PageSection:
+    alarms = [f"{run.name}: {alarm}" for run in summary.runs if run.state in ENDED for alarm in run.measures.bias_alarms]
     columns = {
         "Length generated": _shown("generated_length", ",.1f"),
         "Length trained": _shown("trained_length", ",.1f"),
@@ -217,24 +222,21 @@ def _bias(summary: Summary) -> str:
         "Mean and standard deviation between seeds. Lengths are in tokens; “passed over” are groups that were ready when a "
         "batch with younger leases was trained without them; `offbeat drift` tells more about one run."
     )
-    verdict = '<p class="verdict good">No run raises the bias alarm.</p>'
+    verdict: list[Block] = [Sentence("No run raises the bias alarm.", "good")]
     if alarms:
-        listed = "".join(f"<li>{alarm}</li>" for alarm in alarms)
-        verdict = f'<p class="verdict bad">Bias alarms: {len(alarms)}</p><ul>{listed}</ul>'
-    content = _value_table(summary, columns, caption) + f'<div class="card stacked">{verdict}</div>'
-    return section("Bias", "Is anything kept from training, or made to wait, for what it is?", content)
+        verdict = [Sentence(f"Bias alarms: {len(alarms)}", "bad"), Bullets(alarms)]
+    blocks = [_value_table(summary, columns, caption), Card(verdict)]
+    return PageSection("Bias", "Is anything kept from training, or made to wait, for what it is?", blocks)
 
 
-def _differences(summary: Summary) -> str:
+def _differences(summary: Summary) -> PageSection:
     lead = "Every value less its baseline, over the seeds that both have, and whether the corrected test tells them apart."
     if not any(one.final_reward for one in summary.differences):
-        return section(
-            "Comparisons", lead, '<div class="card"><div class="missing">There are no two values to compare.</div></div>'
-        )
+        return PageSection("Comparisons", lead, [Card([Missing(["There are no two values to compare."])])])
     rows = [
         (
-            html.escape(one.label),
-            html.escape(one.baseline),
+            one.label,
+            one.baseline,
             _verdict(one.final_reward),
             *_difference(one.final_reward),
             *_difference(one.held_out_reward),
@@ -243,24 +245,22 @@ def _differences(summary: Summary) -> str:
         for one in summary.differences
     ]
     columns = ("Value", "Baseline", "Final reward", "Difference", "p (Holm)", "Held-out", "p (Holm)", "Wall-clock, ratio")
-    caption = (
+    caption = Caption(
         f"Mean difference in pairs of one seed, with Student's interval at {PAIRED_CONFIDENCE:.0%}. P-values are corrected by "
         f"Holm's method for all values of one baseline; told apart means p < {SIGNIFICANT:g}. Ratios of wall-clock are of "
         f"finished runs, with Welch's interval at {CONFIDENCE:.0%}. --baseline KEY=VALUE chooses what is compared with what."
     )
-    table = table_html(columns, rows, num_text_columns=3)
-    content = f'<div class="card">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
-    return section("Comparisons", lead, content)
+    return PageSection("Comparisons", lead, [Card([Table(columns, rows, 3), caption])])
 
 
-def _verdict(against: AgainstBaseline | None) -> str:
+def _verdict(against: AgainstBaseline | None) -> Mark:
     if against is None:
-        return '<span class="mark idle">no pair</span>'
+        return Mark("no pair", "idle")
     if against.adjusted_p is None:
-        return '<span class="mark idle">one seed</span>'
+        return Mark("one seed", "idle")
     if not against.is_significant:
-        return '<span class="mark calm">not told apart</span>'
-    return '<span class="mark good">higher</span>' if against.compared.difference > 0 else '<span class="mark bad">lower</span>'
+        return Mark("not told apart", "calm")
+    return Mark("higher", "good") if against.compared.difference > 0 else Mark("lower", "bad")
 
 
 def _difference(against: AgainstBaseline | None) -> tuple[str, str]:
@@ -281,11 +281,11 @@ def _ratio(ratio: Comparison | None) -> str:
     return f"{ratio.difference:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _runs(summary: Summary) -> str:
+def _runs(summary: Summary) -> PageSection:
     rows = [
         (
             _run_link(run),
-            f'<span class="mark {_STATE_TONES[run.state]}">{run.state if run.state != "new" else "not begun"}</span>',
+            Mark(run.state if run.state != "new" else "not begun", _STATE_TONES[run.state]),
             f"{run.measures.num_steps:,}",
             number(run.measures.final_reward, ".3f"),
             number(run.measures.held_out_reward, ".3f"),
@@ -293,41 +293,37 @@ def _runs(summary: Summary) -> str:
             number(run.to_margin.seconds, ",.1f"),
             number(run.to_reference.seconds, ",.1f"),
             number(run.measures.lag_mean, ".2f"),
-            html.escape(", ".join(f"{reason} {count:,}" for reason, count in run.measures.dropped.items()) or "–"),
+            ", ".join(f"{reason} {count:,}" for reason, count in run.measures.dropped.items()) or "–",
         )
         for run in summary.runs
     ]
     columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
     columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
-    table = table_html(columns, rows, num_text_columns=2)
-    return section("Runs", "Each run's own report is behind its name.", f'<div class="card">{table}</div>')
+    return PageSection("Runs", "Each run's own report is behind its name.", [Card([Table(columns, rows, 2)])])
 
 
-def _run_link(run: Run) -> str:
-    name = html.escape(run.name)
-    return f'<a href="{name}/{REPORT_FILE}">{name}</a>' if run.measures.num_steps else name
+def _run_link(run: Run) -> TableCell:
+    return LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name
 
 
-def _settings(config: Config) -> str:
+def _settings(config: Config) -> PageSection:
     lead = "Of the first run, all of them; the others differ in what is varied, and in run.seed and run.dir."
-    text = f"<details><summary>run.toml</summary><pre>{html.escape(resolved_toml(config))}</pre></details>"
-    return section("Settings", lead, f'<div class="card">{text}</div>')
+    return PageSection("Settings", lead, [Folded("run.toml", "", [resolved_toml(config)])])
 
 
-def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> str:
-    """Return a card with a line for each value; `columns` makes the HTML cells under each heading."""
+def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> Card:
+    """Return a card with a line for each value; `columns` makes the cells under each heading."""
     rows = [(_label(summary, value), *(cell(value) for cell in columns.values())) for value in summary.values]
-    table = table_html((_setting_names(summary), *columns), rows, num_text_columns=1)
-    return f'<div class="card stacked">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
+    return Card([Table((_setting_names(summary), *columns), rows, 1), Caption(caption)])
 
 
-def _label(summary: Summary, value: Value) -> str:
+def _label(summary: Summary, value: Value) -> NotedText:
     marks = [
         mark
         for mark, label in (("reference", summary.reference), ("recommended", summary.recommendation.label))
         if label == value.label
     ]
-    return html.escape(value.label) + (f" <small>({', '.join(marks)})</small>" if marks else "")
+    return NotedText(value.label, ", ".join(marks))
 
 
 def _shown(name: str, form: str) -> Callable[[Value], str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from offbeat.common.pages.page import asset
 from offbeat.common.processes.durable_files import replace
 from offbeat.common.records.probes import health, numbers, readiness
 from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
@@ -157,7 +158,7 @@ class LivePage:
         return {
             "/": lambda: Response(_asset("live.html"), "text/html; charset=utf-8"),
             "/live.js": lambda: Response(_asset("live.js"), "text/javascript; charset=utf-8"),
-            "/page.css": lambda: Response(_asset("page.css", "offbeat.common.records"), "text/css; charset=utf-8"),
+            "/page.css": lambda: Response(asset("page.css"), "text/css; charset=utf-8"),
             "/live.css": lambda: Response(_asset("live.css"), "text/css; charset=utf-8"),
             "/plotly.js": _plotly,
             "/state.json": lambda: self._state(status()),
@@ -199,5 +200,5 @@ def _plotly() -> Response:
     return Response(get_plotlyjs().encode(), "text/javascript; charset=utf-8")
 
 
-def _asset(name: str, package: str = "offbeat.learner.reporting.page") -> bytes:
-    return resources.files(package).joinpath(name).read_bytes()
+def _asset(name: str) -> bytes:
+    return resources.files("offbeat.learner.reporting.page").joinpath(name).read_bytes()

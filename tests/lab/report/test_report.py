@@ -12,14 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from offbeat.common.pages.figures import MAX_POINTS
 from offbeat.lab.history import Interval, fold_rows, rate_over_time
-from offbeat.lab.report.figures import MAX_POINTS
 from offbeat.lab.report.run_report import write_report
 from tests.common.records.row_lines import rows_from
 
 pytestmark = pytest.mark.slow
 
 START = 1_700_000_000.0
+FIGURE = '<script type="application/json" class="figure">'
+"""What stands before a figure's JSON."""
 
 CONFIG = """
 [model]
@@ -106,14 +108,14 @@ def report_of(folder: Path, rows: Iterable[object]) -> str:
 
 
 def figures_in(page: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in re.findall(r'<script type="application/json" id="figure-\d+">(.*?)</script>', page)]
+    return [json.loads(text) for text in re.findall(rf"{FIGURE}(.*?)</script>", page)]
 
 
 def figure_titled(page: str, title: str) -> dict[str, Any]:
     """Return the figure under a heading."""
-    match = re.search(rf"<h3>{re.escape(title)}</h3><div class=\"plot\" data-figure=\"figure-(\d+)\">", page)
+    match = re.search(rf"<h3>{re.escape(title)}</h3>\s*{FIGURE}(.*?)</script>", page)
     assert match, f"no figure is titled {title}"
-    return figures_in(page)[int(match[1])]
+    return json.loads(match[1])
 
 
 def text_of(page: str) -> str:

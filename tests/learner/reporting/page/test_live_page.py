@@ -166,7 +166,7 @@ def test_script_draws_the_curves_that_the_server_sends_and_nothing_comes_from_el
     script = (ASSETS / "live.js").read_text()
     drawn = set(re.findall(r'\["([a-z_]+/[a-z_]+)"', script))
     assert drawn == {*CURVES, HELD_OUT}
-    files = (ASSETS / "live.html", ASSETS / "live.css", ASSETS.parents[2] / "common" / "records" / "page.css")
+    files = (ASSETS / "live.html", ASSETS / "live.css", ASSETS.parents[2] / "common" / "pages" / "page.css")
     assets = script + "".join(file.read_text() for file in files)
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", assets)
     # Texts from outside could be markup.

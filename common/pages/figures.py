@@ -1,10 +1,15 @@
-"""The building blocks of plots: palette, traces, axes and layouts, in Plotly's JSON."""
+"""The building blocks of plots: palette, traces, axes and layouts, in Plotly's JSON.
+
+Labels are plain text. `figure_json` escapes them all, since Plotly reads some tags in them.
+"""
 
 import html
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from offbeat.common.records.rows import StepRow
 
@@ -49,8 +54,12 @@ MAX_POINTS = 1000
 ACTOR_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GOLD, RED, GRAY)
 
 
+_TEMPLATES = ("hovertemplate", "texttemplate")
+"""Keys whose values are templates of ours, with tags and places for values."""
+
+
 class Plot(NamedTuple):
-    """One figure of a report, with its heading."""
+    """One figure of a page, with its heading."""
 
     title: str
     caption: str
@@ -59,7 +68,7 @@ class Plot(NamedTuple):
     layout: Layout
     missing: str
     """Text in place of a figure without traces, whose rows are missing."""
-    wide: bool = False
+    is_wide: bool = False
     """True for a figure as wide as the page."""
 
 
@@ -119,6 +128,8 @@ def plot_layout(
         "linecolor": GRID,
         "zeroline": False,
         "automargin": True,
+        # Not `300n`: people read the prefix as a unit.
+        "exponentformat": "power",
         "tickfont": {"color": MUTED, "size": 11},
     }
     title_font = {"color": MUTED, "size": 12}
@@ -181,8 +192,58 @@ def add_limit(layout: Layout, value: float, label: str, *, below: bool = False) 
             "yshift": -2 if below else 2,
             "borderpad": 1,
             "bgcolor": CARD,
-            "text": html.escape(label),
+            "text": label,
             "showarrow": False,
             "font": {"color": ORANGE, "size": 10},
         }
     )
+
+
+def figure_json(plot: Plot) -> str:
+    """Return the figure as JSON for a script element, with axes that fit and labels that are no markup."""
+    return safe_json(_as_text({"data": plot.traces, "layout": _with_fitted_axes(plot)}))
+
+
+def safe_json(value: Any) -> str:
+    """Return JSON that cannot close the script element around it."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+
+
+def _as_text(value: Any) -> Any:
+    """Return the value with all strings escaped but the templates, in which Plotly sees to that."""
+    match value:
+        case str():
+            return html.escape(value, quote=False)
+        case list() | tuple():
+            return [_as_text(one) for one in value]
+        case dict():
+            return {key: one if key in _TEMPLATES else _as_text(one) for key, one in value.items()}
+        case _:
+            return value
+
+
+def _with_fitted_axes(plot: Plot) -> Layout:
+    """Return the layout with a range from 0 for each axis whose values are all the same.
+
+    Plotly would put them into the middle: a lag of 0 on an axis from -1 to 1.
+    """
+    layout = dict(plot.layout)
+    for axis, key in (("y", "yaxis"), ("y2", "yaxis2")):
+        traces = [trace for trace in plot.traces if trace.get("yaxis", "y") == axis and trace.get("orientation") != "h"]
+        values = [value for trace in traces for value in _heights(trace)]
+        is_settled = bool({"type", "range"} & layout.get(key, {}).keys())
+        # Areas on top of each other reach their sum, and begin at 0 anyway.
+        if is_settled or len(set(values)) != 1 or (values[0] and "stackgroup" in traces[0]):
+            continue
+        layout[key] = layout[key] | {"range": sorted((0.0, values[0] * 1.25 or 1.0))}
+        if not values[0] and axis == "y":
+            middle = {"xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
+            layout["annotations"] = [*layout["annotations"], middle | {"text": "all zero", "font": {"color": MUTED}}]
+    return layout
+
+
+def _heights(trace: Trace) -> list[float]:
+    """Return the numbers that a trace reaches on its vertical axis, with the ends of its error bars."""
+    heights = [value for value in trace["y"] if value is not None]
+    spreads = trace.get("error_y", {}).get("array", [])
+    return heights + [height + spread for height, spread in zip(heights, spreads, strict=False)]

@@ -1,13 +1,24 @@
-"""Claims about `lab.report.figures`: long curves are drawn in buckets without loss, and axes fit their values."""
+"""Claims about `common.pages.figures`: long curves are drawn in buckets without loss, and axes fit their values."""
+
+import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.common.pages.figures import (
+    MAX_POINTS,
+    Plot,
+    bucket,
+    figure_json,
+    log_layout,
+    plot_layout,
+    running_mean,
+    series,
+    step_layout,
+)
 from offbeat.common.records.rows import StepRow
-from offbeat.lab.history import fold_rows
-from offbeat.lab.report.figures import MAX_POINTS, bucket, log_layout, running_mean, series, step_layout
-from offbeat.lab.report.run_plots import reward_by_task, share_by_task
 
 
 @given(st.integers(0, 5 * MAX_POINTS))
@@ -49,23 +60,27 @@ def test_log_axis_has_few_ticks(values: list[float], dtick: object) -> None:
     assert layout["yaxis"]["dtick"] == dtick
 
 
-def test_each_task_has_a_line_where_the_run_tells_tasks_apart() -> None:
-    metrics = ({"reward_by_task/sums": 0.25, "reward/mean": 0.5}, {"reward_by_task/sums": 0.75, "reward_by_task/letters": 1.0})
-    rows = [StepRow(policy_version=version, metrics=of_step, time=1.0) for version, of_step in enumerate(metrics, start=1)]
-    (plot,) = reward_by_task(fold_rows(rows))
-    assert [(trace["name"], trace["x"], trace["y"]) for trace in plot.traces] == [
-        ("letters", [2], [1.0]),
-        ("sums", [1, 2], [0.25, 0.75]),
-    ]
-    assert reward_by_task(fold_rows([StepRow(policy_version=1, metrics={"reward/mean": 0.5}, time=1.0)])) == []
+def layout_of(*ys: list[float | None], y: dict[str, Any] | None = None, **trace: Any) -> dict[str, Any]:
+    """Return the layout of the figure that draws these curves, as the page gets it."""
+    traces = [{"type": "scatter", "x": list(range(len(one))), "y": one, **trace} for one in ys]
+    return json.loads(figure_json(Plot("", "", traces, plot_layout("", "", y=y), missing="")))["layout"]
 
 
-def test_each_task_has_a_line_of_its_share_where_the_run_had_a_curriculum() -> None:
-    metrics = ({"curriculum/easy": 1.0, "curriculum/hard": 0.0}, {"curriculum/easy": 0.5, "curriculum/hard": 1.0})
-    rows = [StepRow(policy_version=version, metrics=of_step, time=1.0) for version, of_step in enumerate(metrics, start=1)]
-    (plot,) = share_by_task(fold_rows(rows))
-    assert [(trace["name"], trace["x"], trace["y"]) for trace in plot.traces] == [
-        ("easy", [1, 2], [1.0, 0.5]),
-        ("hard", [1, 2], [0.0, 1.0]),
-    ]
-    assert share_by_task(fold_rows([StepRow(policy_version=1, metrics={"reward_by_task/easy": 0.5}, time=1.0)])) == []
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0, [0.0, 1.0]), (4.0, [0.0, 5.0]), (-4.0, [-5.0, 0.0]), (2e-7, [0.0, 2.5e-7])]
+)
+def test_axis_of_a_constant_begins_at_zero(value: float, expected: list[float]) -> None:
+    layout = layout_of([value, value], [value, None])
+    assert layout["yaxis"]["range"] == pytest.approx(expected)
+    assert [text["text"] for text in layout["annotations"]] == ([] if value else ["all zero"])
+
+
+def test_axes_of_other_curves_are_left_to_plotly() -> None:
+    assert "range" not in layout_of([1.0, 2.0])["yaxis"]
+    assert "range" not in layout_of([1.0], [2.0])["yaxis"]
+    assert "range" not in layout_of([])["yaxis"]
+    assert "range" not in layout_of([1.0], error_y={"array": [0.5]})["yaxis"]
+    assert "range" not in layout_of([3.0, 3.0], y={"type": "log"})["yaxis"]
+    assert "range" not in layout_of([3.0, 3.0], stackgroup="areas")["yaxis"], "they reach their sum"
+    assert layout_of([0.0, 0.0], stackgroup="areas")["yaxis"]["range"] == [0.0, 1.0]
+    assert layout_of([3.0, 3.0], y={"range": [0, 9]})["yaxis"]["range"] == [0, 9]
