@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.pages.figures import DARK_COLORS, Plot, figure_json, safe_json
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 
 class Mark(NamedTuple):
@@ -228,11 +228,7 @@ def _plots(blocks: Sequence[Block]) -> Iterator[Plot]:
 
 
 @cache
-def _templates() -> "Environment":
-    # Imported here: commands import this module that make no page.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
+def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("offbeat.common.pages"),
         autoescape=True,
