@@ -26,7 +26,7 @@ from offbeat.learner.diagnostics.length_bias import (
     BiasTest,
     Distribution,
     EndedLease,
-    Part,
+    OutcomeSummary,
     Quantity,
     bias_report,
 )
@@ -179,7 +179,7 @@ def _quantities(report: BiasReport) -> tuple[Quantity, ...]:
     return (*QUANTITIES, *OF_EPISODES) if has_episodes else QUANTITIES
 
 
-def _part_cells(part: Part, quantities: Sequence[Quantity]) -> tuple[str, ...]:
+def _part_cells(part: OutcomeSummary, quantities: Sequence[Quantity]) -> tuple[str, ...]:
     distributions: dict[Quantity, Distribution | None] = {
         "length": part.length,
         "duration_s": part.duration_s,

@@ -286,7 +286,7 @@ class Learner:
         return outcome
 
     def _end(self, outcome: str, detail: str) -> None:
-        """Tell every actor and close every part, whatever state the run is in."""
+        """End the run for every actor and close every part, whatever state the run is in."""
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
         if self._curriculum is not None:

@@ -14,7 +14,7 @@ from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.drift import ended_leases
 from offbeat.lab.history import RunHistory, sum_seconds
 from offbeat.lab.sweep.estimates import Curve
-from offbeat.learner.diagnostics.length_bias import Part, bias_report
+from offbeat.learner.diagnostics.length_bias import OutcomeSummary, bias_report
 
 NUM_FINAL_STEPS = 10
 """Number of last steps that a run's final reward is averaged over."""
@@ -169,5 +169,5 @@ def _held_out(history: RunHistory) -> float | None:
     return rewards[max(rewards)] if rewards else None
 
 
-def _length(part: Part) -> float | None:
+def _length(part: OutcomeSummary) -> float | None:
     return part.length.mean if part.length else None

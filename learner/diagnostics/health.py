@@ -29,7 +29,7 @@ _FINITE = ("reward/mean", "loss/policy", "loss/grad_norm", "ratio/log_mean", "kl
 """Metrics whose value is a number in every sound step."""
 
 
-class Rule(NamedTuple):
+class HealthRule(NamedTuple):
     """One sign of trouble."""
 
     name: str
@@ -45,7 +45,7 @@ class Health:
     def __init__(self) -> None:
         self._steps: deque[StepRow] = deque(maxlen=HISTORY)
         self._quiet: dict[str, int] = {}
-        """Steps since the condition last held, by the rules that were told."""
+        """Steps since the condition last held, for each rule that was reported."""
 
     def take(self, step: StepRow) -> list[EventRow]:
         """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
@@ -84,7 +84,7 @@ def update_troubles(found: dict[str, str], event: EventRow) -> None:
         found.pop(event.rule, None)
 
 
-def _event(kind: str, rule: Rule, detail: str, step: StepRow) -> EventRow:
+def _event(kind: str, rule: HealthRule, detail: str, step: StepRow) -> EventRow:
     return EventRow(event=kind, rule=rule.name, detail=detail, policy_version=step.policy_version)
 
 
@@ -221,7 +221,7 @@ def bound_starves(steps: Sequence[StepRow]) -> str | None:
 
 
 RULES = (
-    Rule(
+    HealthRule(
         "no_signal",
         f"In each of {SIGNAL_STEPS} steps all rewards are equal, or those within each group: every advantage of a group "
         "baseline is 0.",
@@ -230,71 +230,71 @@ RULES = (
         "checkpoint.",
         no_signal,
     ),
-    Rule(
+    HealthRule(
         "groups_alike",
         f"In at least {ALIKE_SHARE:.0%} of the groups of {ALIKE_STEPS} steps, though not in all, the rewards are equal.",
         'Use prompts of another difficulty, or loss.zero_variance = "drop".',
         groups_alike,
     ),
-    Rule(
+    HealthRule(
         "all_cut",
         f"In each of {CUT_STEPS} steps at least {CUT_SHARE:.0%} of the completions are cut at `rollout.max_new_tokens`.",
         "Raise rollout.max_new_tokens, or check that the chat template and the model agree on the end of a turn.",
         all_cut,
     ),
-    Rule(
+    HealthRule(
         "entropy_collapsed",
         f"In each of {ENTROPY_STEPS} steps the policy's mean entropy is below {LEAST_ENTROPY:g} nats per token.",
         "Completions hardly differ any more. If the reward is not what you want yet: lower train.learning_rate, raise "
         "loss.entropy_coef or loss.clip_high.",
         entropy_collapsed,
     ),
-    Rule(
+    HealthRule(
         "not_finite",
         "Reward, loss, gradient norm, mean log ratio or KL of a step is infinite or not a number.",
         "Resume an earlier checkpoint with a lower train.learning_rate, or in float32.",
         not_finite,
     ),
-    Rule(
+    HealthRule(
         "ratios_exploded",
         f"In each of {EXPLODED_STEPS} steps the 5th or 95th percentile of log s is beyond {LARGEST_LOG_RATIO:g} nats.",
         "The policy has left what sampled its data: lower train.learning_rate or staleness.max_staleness.",
         ratios_exploded,
     ),
-    Rule(
+    HealthRule(
         "gradient_exploded",
         f"In each of {EXPLODED_STEPS} steps the gradient norm is above {GRADIENT_FACTOR:g} times the median of the up to "
         f"{GRADIENT_STEPS} steps before them.",
         "Lower train.learning_rate; look at the completions of these steps.",
         gradient_exploded,
     ),
-    Rule(
+    HealthRule(
         "gradient_zero",
         f"In each of {SIGNAL_STEPS} steps the gradient norm is 0, although rewards differ.",
         "Everything is clipped or masked: see clip/fraction and correction/masked, widen the band.",
         gradient_zero,
     ),
-    Rule(
+    HealthRule(
         "reward_halved",
         f"The mean reward of {REWARD_STEPS} steps is below half of the best such mean of the last {HISTORY} steps (from the "
         f"lowest mean, if that is negative), by more than {REWARD_ERRORS:g} standard errors.",
         "Resume the checkpoint before the fall with a lower train.learning_rate or staleness.max_staleness.",
         reward_halved,
     ),
-    Rule(
+    HealthRule(
         "learner_idle",
         f"The learner waits for rollouts in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} steps; not with max_staleness 0.",
         "Add actors, or raise staleness.max_staleness if it holds them back.",
         learner_idle,
     ),
-    Rule(
+    HealthRule(
         "actors_idle",
         f"The staleness bound alone keeps an actor with room from a lease in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} "
         "steps; not with max_staleness 0.",
         "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
         actors_idle,
     ),
-    Rule(
+    HealthRule(
         "bound_starves",
         f"In {IDLE_STEPS} steps the learner waits for rollouts in {STARVED_SHARE:.0%} of the time, the bound keeps an actor "
         "from a lease in as much of it, and groups take longer than `staleness.max_staleness` steps.",
@@ -302,7 +302,7 @@ RULES = (
         bound_starves,
     ),
 )
-"""Every health rule, in the order in which they are told."""
+"""Every health rule, in the order in which they are reported."""
 
 
 # Numbers of steps

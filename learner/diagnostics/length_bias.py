@@ -146,7 +146,7 @@ class Distribution(msgspec.Struct, frozen=True):
     p95: float
 
 
-class Part(msgspec.Struct, frozen=True):
+class OutcomeSummary(msgspec.Struct, frozen=True):
     """The leases that ended in one way, and the distribution of each quantity over them."""
 
     name: str
@@ -182,7 +182,7 @@ class BiasTest(msgspec.Struct, frozen=True):
         return self.count / max(1, self.count + self.num_others)
 
     def is_alarming(self, max_p: float = MAX_P) -> bool:
-        """Tell if the difference is significant, large, and about more than a few leases."""
+        """Return whether the difference is significant, large, and about more than a few leases."""
         return self.p_value < max_p and abs(self.effect) >= MIN_EFFECT and self.share >= MIN_SHARE
 
 
@@ -206,7 +206,7 @@ class Lateness(msgspec.Struct, frozen=True):
 class BiasReport(msgspec.Struct, frozen=True):
     """The bias of a run: see the module's docstring."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OutcomeSummary, ...]
     """`generated` (all that have a group), `trained`, then `dropped: REASON` and `expired: REASON`."""
     comparisons: tuple[BiasTest, ...]
     lateness: Lateness | None
@@ -262,7 +262,7 @@ class BiasMonitor:
 # Parts
 
 
-def _parts(ended: Iterable[EndedLease]) -> Iterable[Part]:
+def _parts(ended: Iterable[EndedLease]) -> Iterable[OutcomeSummary]:
     by_name: dict[str, list[EndedLease]] = {"generated": [], "trained": []}
     for lease in ended:
         if not math.isnan(lease.length):
@@ -270,7 +270,9 @@ def _parts(ended: Iterable[EndedLease]) -> Iterable[Part]:
         name = "trained" if lease.outcome == "trained" else f"{lease.outcome}: {lease.reason or 'no reason'}"
         by_name.setdefault(name, []).append(lease)
     for name, leases in by_name.items():
-        yield Part(name, len(leases), *(_distribution(_values(leases, quantity)) for quantity in (*QUANTITIES, *OF_EPISODES)))
+        yield OutcomeSummary(
+            name, len(leases), *(_distribution(_values(leases, quantity)) for quantity in (*QUANTITIES, *OF_EPISODES))
+        )
 
 
 def _distribution(values: NDArray[np.float64]) -> Distribution | None:

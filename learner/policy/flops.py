@@ -63,7 +63,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def published_flops(name: str) -> float | None:
-    """Return what `PUBLISHED` says of a device name; None for an unknown one, and for a slice of a GPU (MIG)."""
+    """Return the entry of `PUBLISHED` for a device name; None for an unknown one, and for a slice of a GPU (MIG)."""
     # A10 is not A10G, and L4 not L40.
     words = f" {name.replace('-', ' ')} "
     if " MIG " in words:

@@ -177,7 +177,7 @@ def _logits(states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, tem
 
 
 def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Tell for each token if it is in the chunk, `[num_tokens]`, and its column there (0 if not), `[num_tokens, 1]`."""
+    """Return whether each token is in the chunk, `[num_tokens]`, and its column there (0 if not), `[num_tokens, 1]`."""
     inside = (token_ids >= chunk.start) & (token_ids < chunk.stop)
     return inside, torch.where(inside, token_ids - chunk.start, 0)[:, None]
 

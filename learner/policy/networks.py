@@ -140,7 +140,7 @@ class Networks:
 
     def _run(self, network: nn.Module, packed: Pack) -> Outputs:
         """Run a `CompletionLogprobs`, or the DeepSpeed engine around one."""
-        self._replay.tell(packed.experts)
+        self._replay.force(packed.experts)
         logprobs, entropies, values = network(*packed.inputs, self._config.rollout.temperature, packed.images)
         return Outputs(
             unpack(logprobs, packed.lengths),
@@ -152,7 +152,7 @@ class Networks:
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.place.device)
-        self._replay.tell(None)
+        self._replay.force(None)
         with self.module.whole_packs(), record_routing(self.policy) as record:
             logprobs, _, _ = self.module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())

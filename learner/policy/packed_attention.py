@@ -48,7 +48,7 @@ class PlacedSpans:
     """The ranks that share the pack's inputs; None: this rank has all."""
 
     def is_in_line(self, dtype: torch.dtype) -> bool:
-        """Tell if the kernel for queries of this dtype takes sequences of many lengths at once."""
+        """Return whether the kernel for queries of this dtype takes sequences of many lengths at once."""
         return self.device.type == "cuda" and dtype in SPANS_IN_LINE_DTYPES
 
     def arrange(self, dtype: torch.dtype) -> None:

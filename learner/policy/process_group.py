@@ -75,7 +75,7 @@ def _choose_interface() -> None:
 
 
 def _take_memory(device: torch.device) -> None:
-    """Take this process's share of a GPU that actors share, and tell the launcher, which starts the actors only then.
+    """Take this process's share of a GPU that actors share, then signal the launcher, which starts the actors only after that.
 
     An engine measures at its start what is free; what the learner took later would be missing from the engine's part.
     """

@@ -1,4 +1,4 @@
-"""Routing replay: the routers of a mixture of experts choose the experts that they are told, with weights of their own."""
+"""Routing replay: the routers of a mixture of experts are forced to given experts, with weights of their own."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from offbeat.learner.policy.process_group import gather_tensors
 
 
 class RoutingReplay:
-    """The routers of a policy, which choose the experts given to `tell` until it is called again; no routers, no effect.
+    """The routers of a policy, which choose the experts given to `force` until it is called again; no effect without routers.
 
     A chosen expert has the weight that the router's current logits give it, so gradients reach the router as without replay.
     Source: routing replay, section 5.3 of GSPO (https://arxiv.org/abs/2507.18071).
@@ -27,18 +27,17 @@ class RoutingReplay:
         self._policy = policy
         self._experts: Tensor | None = None
         self._num_slots = torch.zeros(2, dtype=torch.float64)
-        """Slots whose expert was told, and those of them for which the routers would have chosen another one."""
+        """Slots whose expert was forced, and those of them for which the routers would have chosen another one."""
         self._num_layers = 0
         for layer, router in enumerate(routers(policy)):
             router.forward = self._replaying(layer, router.forward)
             self._num_layers += 1
 
-    def tell(self, experts: Tensor | None) -> None:
+    def force(self, experts: Tensor | None) -> None:
         """Choose these experts in every pass from now on; None: let the routers choose.
 
-        `experts` `[tokens, layers, top_k]`, integers: for each input of the pass, in each layer with a
-        router, distinct experts in any order. A backward pass may run routers again, so what was told has to stay until it has
-        ended.
+        `experts` `[tokens, layers, top_k]`, integers: for each input of the pass, in each layer with a router, distinct experts
+        in any order. A backward pass may run routers again, so the experts have to stay until it has ended.
         """
         self._experts = None if experts is None else experts.long()
 
@@ -49,7 +48,7 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def note(self) -> Iterator[Callable[[], Tensor | None]]:
-        """Note what the routers choose while the context is open; yield a function that returns it as `tell` takes it."""
+        """Note what the routers choose while the context is open; yield a function that returns it as `force` takes it."""
         if not self._num_layers:
             yield lambda: None
             return
@@ -68,9 +67,9 @@ class RoutingReplay:
         """
         if not self._num_layers:
             return {}
-        told, changed = gather_tensors(self._num_slots, num_alike=num_alike).sum(dim=0).tolist()
+        forced, changed = gather_tensors(self._num_slots, num_alike=num_alike).sum(dim=0).tolist()
         self._num_slots = torch.zeros_like(self._num_slots)
-        return {"loss/replay_changed_slots": changed / told} if told else {}
+        return {"loss/replay_changed_slots": changed / forced} if forced else {}
 
     def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def replay(*args: Any, **kwargs: Any) -> Any:
@@ -118,9 +117,9 @@ class _GivenExperts(TorchFunctionMode):
 
 @torch.no_grad()
 def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed", "sampled"]) -> RoutingReplay:
-    """Return the replay of a policy as `loss.routing_replay` says, tried on a few tokens.
+    """Return the replay of a policy that `loss.routing_replay` asks for, after a trial on a few tokens.
 
-    Raises `SettingError` for a policy whose routers cannot be told.
+    Raises `SettingError` for a policy whose routers cannot be forced.
     """
     if setting == "off":
         return RoutingReplay(nn.Module())
@@ -132,17 +131,17 @@ def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed"
         module(*packed.inputs, 1.0)
         own = record.routing()
         if own is not None:
-            told = (own.experts + 1) % own.num_experts
-            replay.tell(told)
+            forced = (own.experts + 1) % own.num_experts
+            replay.force(forced)
             with contextlib.suppress(RuntimeError):
                 module(*packed.inputs, 1.0)
             replay.forget()
             chosen = record.routing()
-            if chosen is not None and torch.equal(chosen.experts.sort().values, told.sort().values):
+            if chosen is not None and torch.equal(chosen.experts.sort().values, forced.sort().values):
                 return replay
     raise SettingError(
         "loss.routing_replay",
         setting,
-        "the model has no routers that can be told which experts to choose",
+        "the model has no routers that can be forced to given experts",
         'Set it to "off". It takes a mixture of experts whose routers return their choice, such as Qwen3-MoE or Mixtral.',
     )

@@ -140,7 +140,7 @@ def _import_deepspeed() -> Any:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Tell if ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
+    """Return whether ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
     return hasattr(parameter, "ds_id")
 
 

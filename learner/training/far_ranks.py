@@ -101,7 +101,7 @@ def _chunks(num_bytes: int) -> list[int]:
 
 
 def _mark(folder: Path) -> tuple[int, int]:
-    """Return two numbers that tell a folder from every other machine's; zeros where there is none."""
+    """Return two numbers that no folder of another machine has; zeros where there is no folder."""
     try:
         found = folder.stat()
     except OSError:

@@ -34,7 +34,7 @@ class RankCommand(msgspec.Struct, tag=True):
 
 
 class Idle(RankCommand):
-    """A command without a call, which proves that rank 0 lives."""
+    """A command without a call, which proves that rank 0 is alive."""
 
 
 class Train(RankCommand):
@@ -52,7 +52,7 @@ class Tune(RankCommand):
 
 
 class Snapshot(RankCommand):
-    """`snapshot`, into rank 0's memory where it can be reached."""
+    """`snapshot`, into rank 0's memory where it can be mapped."""
 
     address: Address
 
@@ -132,47 +132,47 @@ class RankedTrainer:
         return self._trainer.layout()
 
     def idle(self) -> None:
-        """Tell the other ranks that rank 0 lives."""
-        self._tell(Idle())
+        """Prove to the other ranks that rank 0 is alive."""
+        self._broadcast(Idle())
 
     def train_batch(self, groups: list[Group]) -> list[dict[str, Any]]:
         """`Trainer.train_batch`."""
-        self._tell(Train(groups))
+        self._broadcast(Train(groups))
         return self._trainer.train_batch(groups)
 
     def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
         """`Trainer.tune`."""
-        self._tell(Tune(clip_low, clip_high, learning_rate))
+        self._broadcast(Tune(clip_low, clip_high, learning_rate))
         self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
 
     def snapshot(self, buffer: WeightBuffer) -> None:
         """`Trainer.snapshot`."""
-        self._tell(Snapshot(buffer.memory.address))
+        self._broadcast(Snapshot(buffer.memory.address))
         self._trainer.snapshot(dict(buffer.views()))
 
     def score(self, token_ids: list[int]) -> "Scored":
         """`Trainer.score`."""
-        self._tell(ScoreTokens(token_ids))
+        self._broadcast(ScoreTokens(token_ids))
         return self._trainer.score(token_ids)
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """`Trainer.save_checkpoint`."""
-        self._tell(SaveCheckpoint(str(folder), extra))
+        self._broadcast(SaveCheckpoint(str(folder), extra))
         self._trainer.save_checkpoint(folder, extra)
 
     def load_checkpoint(self, folder: Path) -> bytes:
         """`Trainer.load_checkpoint`."""
-        self._tell(LoadCheckpoint(str(folder)))
+        self._broadcast(LoadCheckpoint(str(folder)))
         return self._trainer.load_checkpoint(folder)
 
     def save_model(self, folder: Path) -> None:
         """`Trainer.save_model`."""
-        self._tell(SaveModel(str(folder)))
+        self._broadcast(SaveModel(str(folder)))
         self._trainer.save_model(folder)
 
     def close(self) -> None:
         """End every rank's trainer."""
-        self._tell(Close())
+        self._broadcast(Close())
         self._trainer.close()
 
     def follow(self) -> None:
@@ -181,7 +181,7 @@ class RankedTrainer:
         Consumes: commands. Waits for: rank 0, at most `COMMAND_TIMEOUT_S`. Unblocked by: the next command, or rank 0's death.
         """
         while True:
-            match self._hear():
+            match self._receive():
                 case Train(groups=groups):
                     self._trainer.train_batch(groups)
                 case Tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate):
@@ -191,7 +191,7 @@ class RankedTrainer:
                 case ScoreTokens(token_ids=token_ids):
                     self._trainer.score(token_ids)
                 case SaveCheckpoint(folder=folder, extra=extra):
-                    # Rank 0 says so, and every rank goes on.
+                    # Rank 0 reports it, and every rank goes on.
                     with contextlib.suppress(CheckpointFailedError):
                         self._trainer.save_checkpoint(Path(folder), extra)
                 case LoadCheckpoint(folder=folder):
@@ -211,7 +211,7 @@ class RankedTrainer:
         if address not in self._views:
             layout, device = self._trainer.layout(), self._trainer.device
             self._views[address] = None
-            # Rank 0's memory is out of reach on another machine and in another container.
+            # Rank 0's memory cannot be mapped from another machine or another container.
             with contextlib.suppress(OSError, RuntimeError):
                 flat = map_bytes(address, buffer_bytes(layout))
                 if device.index is not None:
@@ -219,14 +219,14 @@ class RankedTrainer:
                 self._views[address] = dict(named_views(flat, layout))
         return self._views[address]
 
-    def _tell(self, command: AnyRankCommand) -> None:
+    def _broadcast(self, command: AnyRankCommand) -> None:
         if self._group is None:
             return
         body = torch.frombuffer(bytearray(_encoder.encode(command)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(body)]), src=0, group=self._group)
         dist.broadcast(body, src=0, group=self._group)
 
-    def _hear(self) -> AnyRankCommand:
+    def _receive(self) -> AnyRankCommand:
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, src=0, group=self._group)
         body = torch.empty(int(length), dtype=torch.uint8)

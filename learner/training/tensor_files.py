@@ -24,7 +24,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise what safetensors says of the disk, which it does in its error's text, as an OSError about `path`."""
+    """Raise an OSError about `path` for an error of the disk, which safetensors reports only in its error's text."""
     try:
         yield
     except SafetensorError as error:

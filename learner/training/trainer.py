@@ -290,7 +290,7 @@ class Trainer:
 
 
 def _require_finite(grad_norm: float, policy_version: int, metrics: Metrics) -> None:
-    """Raise FloatingPointError for a gradient that has no norm, with what the metrics say of its cause."""
+    """Raise FloatingPointError for a gradient that has no norm, with the metrics that point to its cause."""
     # Under some ZeRO stages DeepSpeed skips the step and reports a norm of -1.
     if 0 <= grad_norm < math.inf:
         return

@@ -192,8 +192,8 @@ def _agree(failure: OSError | None) -> None:
     """Raise `CheckpointFailedError` on every rank where one of them had a failure; a collective."""
     numbers = gather_tensors(torch.tensor(0 if failure is None else failure.errno or -1)).tolist()
     if any(numbers):
-        said = ", ".join(f"rank {rank}: {os.strerror(number)}" for rank, number in enumerate(numbers) if number)
-        raise checkpoints.CheckpointFailedError(said) from failure
+        failures = ", ".join(f"rank {rank}: {os.strerror(number)}" for rank, number in enumerate(numbers) if number)
+        raise checkpoints.CheckpointFailedError(failures) from failure
 
 
 def _is_for(rank: int, path: Path) -> bool:

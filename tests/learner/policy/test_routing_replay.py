@@ -1,4 +1,4 @@
-"""Claims about routing replay: told experts are chosen, weighed by the current logits, and gradients go through the weights."""
+"""Claims about routing replay: forced experts are chosen, the current logits weigh them, and gradients go through the weights."""
 
 import pytest
 import torch
@@ -63,12 +63,12 @@ def run(module: CompletionLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
 def test_told_experts_are_chosen_until_none_are_told(module):
     before, own = run(module)
     replay = make_replay(module, "recomputed")
-    told = (own + 1) % 4
-    replay.tell(told)
+    forced = (own + 1) % 4
+    replay.force(forced)
     logprobs, chosen = run(module)
-    assert torch.equal(chosen, told.sort().values)
+    assert torch.equal(chosen, forced.sort().values)
     assert not torch.allclose(logprobs, before)
-    replay.tell(None)
+    replay.force(None)
     after, chosen = run(module)
     assert torch.equal(chosen, own)
     assert torch.equal(after, before)
@@ -81,7 +81,7 @@ def test_the_routers_own_choice_replayed_changes_nothing(module):
     # In another order: experts are a set.
     experts = noted()
     assert experts is not None
-    replay.tell(experts.flip(-1))
+    replay.force(experts.flip(-1))
     after, _, _ = module(*TOKENS.inputs, 1.0)
     assert torch.allclose(before, after, atol=1e-6)
     assert replay.take_metrics(num_alike=1) == {"loss/replay_changed_slots": 0.0}
@@ -90,14 +90,14 @@ def test_the_routers_own_choice_replayed_changes_nothing(module):
 def test_the_share_of_changed_slots_is_counted_once(module):
     _, own = run(module)
     replay = make_replay(module, "recomputed")
-    told = own.clone()
+    forced = own.clone()
     # One of two experts of one token in one layer of two.
-    told[0, 0, 0] = next(expert for expert in range(4) if expert not in own[0, 0].tolist())
-    replay.tell(told)
+    forced[0, 0, 0] = next(expert for expert in range(4) if expert not in own[0, 0].tolist())
+    replay.force(forced)
     module(*TOKENS.inputs, 1.0)
     changed = replay.take_metrics(num_alike=1)["loss/replay_changed_slots"]
     # What later tokens and layers choose may change with it.
-    assert changed >= 1 / told.numel()
+    assert changed >= 1 / forced.numel()
     assert changed < 0.5
     assert replay.take_metrics(num_alike=1) == {}
 
@@ -106,7 +106,7 @@ def test_the_weight_of_a_told_expert_is_that_of_the_current_logits(module):
     """Replayed experts under other router weights give another output, and the router gets a gradient."""
     replay = make_replay(module, "recomputed")
     _, own = run(module)
-    replay.tell(own)
+    replay.force(own)
     before, _, _ = module(*TOKENS.inputs, 1.0)
     before.sum().backward()
     of_routers = {name: weight for name, weight in module.policy.named_parameters() if _is_router(name)}
@@ -136,7 +136,7 @@ def test_with_checkpointed_layers_the_gradient_is_that_of_the_told_experts(tiny_
                     layer.training = True
         replay = make_replay(module, "recomputed")
         _, own = run(module)
-        replay.tell((own + 1) % 4)
+        replay.force((own + 1) % 4)
         logprobs, _, _ = module(*TOKENS.inputs, 1.0)
         logprobs.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in module.policy.parameters() if p.grad is not None]))
@@ -146,14 +146,14 @@ def test_with_checkpointed_layers_the_gradient_is_that_of_the_told_experts(tiny_
 def test_experts_of_other_tokens_are_refused(module):
     replay = make_replay(module, "recomputed")
     _, own = run(module)
-    replay.tell(own[1:])
+    replay.force(own[1:])
     with pytest.raises(RuntimeError, match=f"{len(own) - 1} tokens"):
         module(*TOKENS.inputs, 1.0)
 
 
 def test_a_dense_model_is_refused(tiny_model):
     module = CompletionLogprobs(AutoModelForCausalLM.from_pretrained(tiny_model))
-    with pytest.raises(SettingError, match=r"loss\.routing_replay.*no routers that can be told"):
+    with pytest.raises(SettingError, match=r"loss\.routing_replay.*no routers that can be forced"):
         make_replay(module, "recomputed")
 
 
