@@ -1,20 +1,62 @@
-"""The leases at work: from a lease, through its completions and rewards, to the answer in the outbox."""
+"""The leases at work, from a lease through its completions and rewards to its answer, and the answers not acknowledged yet."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from offbeat.actor.engines.engine import Engine
-from offbeat.actor.outbox import Outbox
 from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.sampling import Play, Played
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
-from offbeat.protocols.messages import GroupDone, Lease, LeaseFailed
+from offbeat.protocols.messages import ActorMessage, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, encode_experts
 from offbeat.protocols.wire import Array, Frame, has_context
+
+
+@dataclass
+class Parcel:
+    """One unacknowledged message."""
+
+    message: ActorMessage
+    arrays: tuple[Array, ...]
+    sent_at: float = float("-inf")
+
+
+class Outbox:
+    """Unacknowledged messages by lease, oldest first. The actor's credit bounds their number."""
+
+    def __init__(self, *, resend_after_s: float) -> None:
+        self._resend_after_s = resend_after_s
+        self._parcels: dict[int, Parcel] = {}
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    @property
+    def lease_ids(self) -> tuple[int, ...]:
+        """Leases that these messages answer."""
+        return tuple(self._parcels)
+
+    def put(self, lease_id: int, message: ActorMessage, *arrays: Array) -> None:
+        """Keep a message until `acknowledge`."""
+        self._parcels[lease_id] = Parcel(message, arrays)
+
+    def acknowledge(self, lease_id: int) -> None:
+        """Forget the answer to a lease, if it is here."""
+        self._parcels.pop(lease_id, None)
+
+    def send_all_again(self) -> None:
+        """Make every message due: those sent through an earlier connection may be lost."""
+        for parcel in self._parcels.values():
+            parcel.sent_at = float("-inf")
+
+    def due(self, now: float) -> list[Parcel]:
+        """Return the messages to send now: new ones, and those not acknowledged for `resend_after_s`."""
+        return [parcel for parcel in self._parcels.values() if now - parcel.sent_at >= self._resend_after_s]
 
 
 def read_images(

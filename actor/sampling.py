@@ -1,11 +1,18 @@
 """The two ways in which a lease becomes a group: one turn and a reward function, or episodes of an environment."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from offbeat.actor.engines.engine import Completion
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import UnavailableRewards
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner
+from offbeat.actor.rewards.samples import Sample
 from offbeat.common.models.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
@@ -68,3 +75,109 @@ class Play(Protocol):
     def counts(self) -> dict[str, float]:
         """Return the counters of episodes as `ActorRow.environment` explains them; empty without an environment."""
         ...
+
+
+@dataclass
+class _Group:
+    lease: Lease
+    started_at: float
+    generated_s: float = 0.0
+    """Seconds from submission to the last completion's end."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """Finished completions, by index in the group."""
+
+    def request_ids(self) -> list[str]:
+        """Return the engine's names for this group's completions."""
+        return [request_id(self.lease.lease_id, index) for index in range(self.lease.group_size)]
+
+    def in_order(self) -> tuple[Completion, ...]:
+        """Return the completions by index."""
+        return tuple(self.completions[index] for index in range(self.lease.group_size))
+
+
+class SingleTurns:
+    """Samples the completions of leases and has them rewarded; see `Play` for the methods."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardRunner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._clock = clock
+        self._groups: dict[int, _Group] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._rewards.num_pending > 0
+
+    def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
+        group = _Group(lease, self._clock())
+        self._groups[lease.lease_id] = group
+        self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling, images)
+
+    def add(self, completion: Completion) -> None:
+        lease_id, index = parse_request_id(completion.request_id)
+        group = self._groups.get(lease_id)
+        if group is None:
+            return
+        group.completions[index] = completion
+        if len(group.completions) < group.lease.group_size:
+            return
+        group.generated_s = self._clock() - group.started_at
+        row = msgspec.json.decode(group.lease.row)
+        self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
+
+    def poll(self) -> list[Played | PlayFailure]:
+        outcomes: list[Played | PlayFailure] = []
+        for result in self._rewards.poll():
+            group = self._groups.pop(result.key, None)
+            if group is None:
+                continue
+            if isinstance(result, Rewarded):
+                reward_s = self._clock() - group.started_at - group.generated_s
+                outcomes.append(Played(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
+            else:
+                outcomes.append(PlayFailure(result.key, result.reason, result.detail))
+        return outcomes
+
+    def cancel(self, lease_id: int) -> None:
+        group = self._groups.pop(lease_id, None)
+        if group is not None:
+            self._engine.abort(group.request_ids())
+            self._rewards.cancel(lease_id)
+
+    def trouble(self) -> UnavailableRewards | None:
+        return self._rewards.trouble()
+
+    @property
+    def is_failing(self) -> bool:
+        return self._rewards.is_failing
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
+        return Sample(
+            prompt=lease.prompt,
+            completion=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+            row=row,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            is_evaluation=lease.is_evaluation,
+        )
+
+
+def request_id(lease_id: int, index: int) -> str:
+    """Return the engine's name for one completion."""
+    return f"{lease_id}/{index}"
+
+
+def parse_request_id(name: str) -> tuple[int, int]:
+    """Return the lease and the index in its group of an engine's request."""
+    lease_id, index = name.split("/")
+    return int(lease_id), int(index)

@@ -22,16 +22,15 @@ from offbeat.actor.engines.engine import Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
-from offbeat.actor.leases_at_work import Jobs
-from offbeat.actor.live.page import ActorPage, serving
-from offbeat.actor.outbox import Outbox
+from offbeat.actor.leases_at_work import Jobs, Outbox
+from offbeat.actor.page import ActorPage, serving
 from offbeat.actor.rewards.calling import limits_of
 from offbeat.actor.rewards.runner import RewardRunner
-from offbeat.actor.single_turns import SingleTurns
+from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
 from offbeat.common.models.images import ImageReader
-from offbeat.common.processes.readiness import report_ready
+from offbeat.common.processes.own_process import report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config, max_episode_tokens

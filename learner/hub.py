@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.files import replace
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import keys_of_learner
 from offbeat.learner.dispatch.dispatcher import Dispatcher

@@ -27,7 +27,6 @@ ALLOWED = {
     "actor/engines": {"common/*", "common", "protocols"},
     "actor/weights": {"actor/engines", "common/weights", "protocols"},
     "actor/rewards": {"common/*", "common", "protocols"},
-    "actor/live": {"common/records", "protocols"},
     "actor/judges": {"actor/rewards", "common/*", "common", "protocols"},
     "actor/environments": {
         "actor",
@@ -81,7 +80,7 @@ ALLOWED = {
         "common",
         "protocols",
     },
-    "lab": {"actor/live", "learner/*", "common/*", "common", "protocols"},
+    "lab": {"learner/*", "common/*", "common", "protocols"},
     "lab/report": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/simulation": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/replay": {"lab", "learner/*", "common/*", "common", "protocols"},
@@ -314,7 +313,6 @@ def test_tests_are_no_packages_and_their_names_are_unique() -> None:
 
 SLIVER_LINES = 80
 SLIVERS = {
-    "actor/sandbox/chosen.py": "the sandbox in use, apart from the package that users import",
     "common/settings/docstrings.py": "the generated pages of docs/ use it, too",
     "deploy/cli/explain.py": "a command",
     "deploy/clusters/ray_cluster/host.py": "runs in processes of Ray",

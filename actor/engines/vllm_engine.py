@@ -25,8 +25,7 @@ from vllm.v1.engine.core_client import InprocClient
 from offbeat.actor.engines import vllm_images
 from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.engines.reserved_options import RESERVED
-from offbeat.actor.engines.vllm_no_weights import LOAD_FORMAT
-from offbeat.actor.engines.vllm_worker import WeightLoading
+from offbeat.actor.engines.vllm_worker import LOAD_FORMAT, WeightLoading
 from offbeat.common.errors import ServiceError, SettingError, one_line
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches, ImageReader

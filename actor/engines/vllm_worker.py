@@ -1,11 +1,13 @@
-"""An extension of vLLM's workers that loads new weights in place."""
+"""Weights in vLLM's workers: an extension that loads new ones in place, and a loader for a model folder that has none."""
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -15,21 +17,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
-from offbeat.actor.engines.vllm_no_weights import spoil
 from offbeat.actor.engines.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.common.weights.flat import buffer_bytes, named_views
-from offbeat.common.weights.pinned_memory import pin
-from offbeat.common.weights.shared_bytes import Address, map_bytes
+from offbeat.common.weights.memory import Address, map_bytes, pin
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+
 _logger = logging.getLogger(__name__)
 
-
+LOAD_FORMAT = "offbeat_no_weights"
+"""vLLM's name for this loader."""
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """vLLM's methods for weights as they are in the checkpoint. On a CPU they keep a packed copy, and no other state of weights."""
 
@@ -159,3 +163,29 @@ def _repack_tied_heads(model: nn.Module) -> None:
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and any(head.weight is embedding.weight for embedding in embeddings):
             head.quant_method.process_weights_after_loading(head)
+
+
+@register_model_loader(LOAD_FORMAT)
+class NoWeightsLoader(DummyModelLoader):
+    """Gives parameters small random values, with which vLLM measures memory, and leaves the rest as the model was made."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        kept = [(tensor, tensor.clone()) for tensor in _constants(model) if not tensor.is_meta]
+        super().load_weights(model, model_config)
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+
+def _constants(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers, and the parameters of one number: scales."""
+    yield from model.buffers()
+    yield from (parameter.data for parameter in model.parameters() if parameter.numel() == 1)
+
+
+@torch.no_grad()
+def spoil(model: nn.Module) -> None:
+    """Make every weight NaN: one that no update reaches then shows in the first score of the canary."""
+    for parameter in model.parameters():
+        # Quantized weights are integers or have one byte.
+        if parameter.is_floating_point() and parameter.element_size() > 1:
+            parameter.fill_(torch.nan)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offbeat.actor.sandbox.launch import (
+from offbeat.actor.sandbox.program import (
     DISK_BYTES,
     INSIDE,
     INTERPRETER,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.launch import (
+from offbeat.actor.sandbox.program import (
     DISK_BYTES,
     INSIDE,
     INTERPRETER,

@@ -1,4 +1,7 @@
-"""The sandbox of this machine: bubblewrap, or Landlock where user namespaces are forbidden, and never nothing."""
+"""The sandbox of this machine: bubblewrap, or Landlock where user namespaces are forbidden, and never nothing.
+
+`run` and `run_sync` use it unless `use` has named another.
+"""
 
 import asyncio
 import os
@@ -12,14 +15,12 @@ from typing import Literal
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
-from offbeat.actor.sandbox.launch import Backend
-from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result
+from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Backend, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
 
 LEAST_MEMORY_MB = 64
 """The interpreter alone takes half of this."""
-
 BackendName = Literal["bubblewrap", "landlock"]
 
 
@@ -138,3 +139,42 @@ def _cure(reasons: list[str]) -> str:
         "'offbeat[sandbox]', or apt-get install bubblewrap); else take a kernel with Landlock, or use a remote sandbox: "
         "docs/environments.md"
     )
+
+
+_chosen: Sandbox = Local()
+
+
+def use(sandbox: Sandbox) -> None:
+    """Make `run` and `run_sync` use this sandbox. Call it in your module, beside its functions."""
+    global _chosen
+    _chosen = sandbox
+
+
+def check() -> None:
+    """Raise `NoSandboxError` with the cure when the sandbox in use is the one of this machine, and it does not work here."""
+    if isinstance(_chosen, Local):
+        _chosen.check()
+
+
+async def run(
+    code: str,
+    *,
+    stdin: str = "",
+    files: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    memory_mb: int = MEMORY_MB,
+) -> Result:
+    """Run a Python program in the sandbox in use: see `Sandbox.run`."""
+    return await _chosen.run(code, stdin=stdin, files=files, timeout_s=timeout_s, memory_mb=memory_mb)
+
+
+def run_sync(
+    code: str,
+    *,
+    stdin: str = "",
+    files: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    memory_mb: int = MEMORY_MB,
+) -> Result:
+    """Do the same in a function that is not async."""
+    return asyncio.run(_chosen.run(code, stdin=stdin, files=files, timeout_s=timeout_s, memory_mb=memory_mb))

@@ -1,12 +1,32 @@
-"""The program that a sandbox runs, its result, and the protocol that every sandbox meets."""
+"""The program that a sandbox runs: its result, what it may see and have, and how a backend launches it.
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+Both backends launch a program in the same way, and show it the same part of the machine.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 TIMEOUT_S = 10.0
 """Default of `timeout_s`."""
 MEMORY_MB = 512
 """Default of `memory_mb`."""
+DISK_BYTES = 16 << 20
+"""Bytes that a program may have in its folder."""
+MAX_FILES = 1000
+"""Files and folders that a program may have in its folder."""
+MAX_THREADS = 64
+"""Threads that a program may have."""
+INSIDE = Path(__file__).with_name("inside.py")
+ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""The whole environment of a program. The same program has the same order in its sets, and numpy few threads."""
+INTERPRETER = (str(Path(sys.executable).resolve()), "-s", "-S", "-P", "-B", "-X", "utf8")
+"""The interpreter with its standard library and nothing else."""
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 class Result(NamedTuple):
@@ -44,3 +64,60 @@ class Sandbox(Protocol):
         the sandbox fails and not the program: the episode or the reward is then tried again.
         """
         ...
+
+
+class Usage(NamedTuple):
+    """The resources that a program has in use."""
+
+    num_threads: int
+    cpu_s: float
+    num_files: int
+    disk_bytes: int
+
+
+class Launch(NamedTuple):
+    """A program on its way."""
+
+    command: Sequence[str]
+    pass_fds: Sequence[int]
+    folder: str | None
+    """The folder it is started in; None for that of this process, which the program does not see."""
+    confine: Callable[[int], Mapping[str, Any] | None]
+    """Given its process id, returns the arguments of `confine.confine`; None when the command confines it already."""
+    usage: Callable[[int], Usage]
+    """Given its process id, returns what it has in use. Raises `OSError` when it has ended."""
+
+
+class Backend(Protocol):
+    """A way to confine a program."""
+
+    @property
+    def name(self) -> str:
+        """The name of the backend in errors."""
+        ...
+
+    def launch(self, folders: Sequence[str]) -> AbstractContextManager[Launch]:
+        """Prepare for one program that may read these folders; clear up at the end."""
+        ...
+
+
+def visible_paths() -> list[str]:
+    """Return the files and folders that every program may read: interpreter, standard library, shared libraries."""
+    libraries = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib").glob("libpython3*")
+    # In a virtual environment the second is otherwise a folder of the environment, with all that is installed.
+    base = {"platbase": sys.base_exec_prefix}
+    own = [INTERPRETER[0], *map(str, libraries), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)]
+    paths = (str(Path(path).resolve()) for path in own)
+    return [path for path in dict.fromkeys([*_SYSTEM, *paths]) if Path(path).exists()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children that the first thread of a process has started. Raise `OSError` when it has ended."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def threads_and_cpu_time(pid: int) -> tuple[int, float]:
+    """Return the threads of a process, and its CPU time in seconds. Raise `OSError` when it has ended."""
+    # The name, which comes before the state, may contain blanks and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[17]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

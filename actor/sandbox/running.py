@@ -14,8 +14,7 @@ from pathlib import Path
 
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.launch import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, children_of
-from offbeat.actor.sandbox.program import Result
+from offbeat.actor.sandbox.program import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, Result, children_of
 
 OUTPUT_BYTES = 1 << 20
 """Bytes of each output stream that are kept; a program that writes more is ended."""

@@ -1,4 +1,4 @@
-"""This process as the kernel shows it to others: threads, command line, environment.
+"""This process as others see it: its readiness for the launcher; threads, command line and environment in the kernel.
 
 A forked process that goes on as another program shows what it was forked from. Both are bytes of its own memory, so it can
 write the truth there.
@@ -9,10 +9,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+READY_VARIABLE = "OFFBEAT_READY_FILE"
+"""Environment variable with the file that a service makes when it is ready; set where it shares a GPU with others."""
+GPU_BYTES_VARIABLE = "OFFBEAT_GPU_BYTES"
+"""Environment variable with the bytes of its GPU that a learner process takes at its start; set where actors share the GPU."""
 ROOM_VARIABLE = "OFFBEAT_ROOM"
 """Environment variable of programs that fork others. It only makes room for a variable of theirs."""
 ROOM = "-" * 64
 """Its value."""
+
 _ARGUMENTS, _ENVIRONMENT = 45, 47
 """Places of their addresses in /proc/PID/stat behind the name: fields 48 and 50 of proc(5), the third is the first here."""
 
@@ -56,3 +61,9 @@ def _addresses(place: int) -> tuple[int, int]:
     """Return the first address and the one behind the last."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return int(fields[place]), int(fields[place + 1])
+
+
+def report_ready() -> None:
+    """Make the file that the launcher waits for before it starts the next process on the same GPU."""
+    if READY_VARIABLE in os.environ:
+        Path(os.environ[READY_VARIABLE]).touch()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.common.weights.shared_bytes import SharedBytes
+from offbeat.common.weights.memory import SharedBytes
 from offbeat.protocols.messages import TensorSpec
 
 ALIGNMENT = 64

@@ -13,8 +13,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from offbeat.common.errors import ServiceError, SettingError
-from offbeat.common.processes.descriptors import lacks_descriptors, raise_limit
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.files import lacks_descriptors, raise_limit
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, die_with_parent, end_process
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.text import plain

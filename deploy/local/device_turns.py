@@ -7,7 +7,7 @@ takes its part first, and the actors of one GPU start one after the other. Each 
 from collections.abc import Set
 from pathlib import Path
 
-from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, READY_VARIABLE
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE
 from offbeat.deploy.local.devices.inventory import VISIBLE
 from offbeat.deploy.local.devices.memory import CONTEXT_BYTES
 from offbeat.deploy.local.devices.plan import Plan

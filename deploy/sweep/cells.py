@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes import durable_files
+from offbeat.common.processes import files
 from offbeat.common.records.run_folder import decide_resume
 from offbeat.common.setting_text import write_private
 from offbeat.common.settings.checks import check
@@ -96,7 +96,7 @@ def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
         for cell in cells:
             _write_config(cell)
         # Written last: every run that a plan file names has its settings.
-        durable_files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
 def _as_cell(config: Config, seed: int, folder: Path) -> Config:

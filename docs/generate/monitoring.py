@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
+from offbeat.actor.page import EXPORTED as OF_ACTOR
 from offbeat.common.records.exported import Exported
 from offbeat.common.records.probes import TURNED_WITHIN_S
 from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER

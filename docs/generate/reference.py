@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from docs.generate.monitoring import alert_rules, exported_lines, grafana_dashboard, monitoring_page
-from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
+from offbeat.actor.page import EXPORTED as OF_ACTOR
 from offbeat.common.records import rows
 from offbeat.common.records.exported import Exported
 from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric

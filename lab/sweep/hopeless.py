@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.files import replace
 from offbeat.lab.history import RunHistory
 from offbeat.lab.sweep.estimates import Curve
 

@@ -28,7 +28,7 @@ from offbeat.common.pages.page import (
     Tiles,
     write_page,
 )
-from offbeat.common.processes import durable_files
+from offbeat.common.processes import files
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.report.run_report import REPORT_FILE
@@ -55,7 +55,7 @@ def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()
     """
     plan = read_plan(folder)
     gathered = gather(folder, plan, margin, read_baseline(plan, baseline))
-    durable_files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
+    files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
     return write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
 
 

@@ -26,8 +26,7 @@ from typing import Any, BinaryIO, Literal
 from numpy.typing import NDArray
 
 from offbeat.common.errors import ServiceError
-from offbeat.common.processes.descriptors import patiently
-from offbeat.common.processes.durable_files import sync
+from offbeat.common.processes.files import patiently, sync
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
 from offbeat.learner.leases.log_records import HEADER_BYTES, Buffer, LogFullError, Position, encode_record, segment_header

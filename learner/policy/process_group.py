@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
-from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, report_ready
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, report_ready
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.weights.collectives import local_address

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.descriptors import patiently
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.files import patiently, replace
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, check_run_folder, set_aside_failed_start
 from offbeat.common.settings.checks import least_staleness

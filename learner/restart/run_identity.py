@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import hash_weights, resolve_model
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.files import replace
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.records.run_folder import IDENTITY_FILE, PROMPT_HASHES_FILE
 from offbeat.common.settings.config import Config

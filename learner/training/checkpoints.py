@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from offbeat.common.processes.durable_files import sync
+from offbeat.common.processes.files import sync
 
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
-from offbeat.common.weights.pinned_memory import pin
-from offbeat.common.weights.shared_bytes import Address, map_bytes
+from offbeat.common.weights.memory import Address, map_bytes, pin
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from offbeat.common.processes.descriptors import patiently
+from offbeat.common.processes.files import patiently
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.policy.process_group import gather_tensors

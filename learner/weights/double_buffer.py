@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offbeat.common.weights.flat import WeightBuffer, checksum
-from offbeat.common.weights.pinned_memory import pin
+from offbeat.common.weights.memory import pin
 from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0

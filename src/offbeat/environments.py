@@ -1,7 +1,6 @@
 """Ready-made environments for `task.environment`, to be made in a module of yours: `play = tools([add], reward=is_right)`."""
 
-from offbeat.actor.environments.gyms import gym
 from offbeat.actor.environments.mcp_servers import mcp
-from offbeat.actor.environments.tools import tools
+from offbeat.actor.environments.ready_made import gym, tools
 
 __all__ = ["gym", "mcp", "tools"]

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
-from offbeat.actor.leases_at_work import Jobs
-from offbeat.actor.outbox import Outbox
+from offbeat.actor.leases_at_work import Jobs, Outbox
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import Sample
+from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.service import ActorService
-from offbeat.actor.single_turns import SingleTurns
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import ActorSection, Config, HubSection, MetricsSection

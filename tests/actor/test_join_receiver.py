@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.actor.contact import RefusedError
-from offbeat.actor.join_receiver import JoinReceiver, RunOverError, write_files
+from offbeat.actor.joining import JoinReceiver, RunOverError, write_files
 from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop

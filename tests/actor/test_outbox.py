@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.actor.outbox import Outbox
+from offbeat.actor.leases_at_work import Outbox
 from offbeat.protocols.messages import LeaseFailed
 
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.rewards.runner import RewardRunner
-from offbeat.actor.sampling import Played
-from offbeat.actor.single_turns import SingleTurns
+from offbeat.actor.sampling import Played, SingleTurns
 from offbeat.protocols.messages import Lease, Sampling
 from tests.actor.actor_harness import FakeEngine, FakeRewards, FakeTokenizer
 

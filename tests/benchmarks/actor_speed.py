@@ -137,12 +137,11 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
 
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.engines.choice import make_engine
-    from offbeat.actor.leases_at_work import Jobs
-    from offbeat.actor.outbox import Outbox
+    from offbeat.actor.leases_at_work import Jobs, Outbox
     from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
+    from offbeat.actor.sampling import SingleTurns
     from offbeat.actor.service import ActorService
-    from offbeat.actor.single_turns import SingleTurns
     from offbeat.common.models.folders import load_tokenizer
     from offbeat.common.processes.shutdown import StopRequest
     from offbeat.common.settings.config import ActorSection, Config, HubSection

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from offbeat.common.processes.descriptors import raise_limit
+from offbeat.common.processes.files import raise_limit
 from offbeat.common.records.rows import EventRow, Row
 from offbeat.common.settings.config import HubSection, LogSection
 from offbeat.learner.hub import HubThread

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from os import times
 
-from offbeat.actor.sandbox.launch import INTERPRETER
+from offbeat.actor.sandbox.program import INTERPRETER
 from offbeat.sandbox import Local, run_sync, use
 from tests.benchmarks.measuring import print_table, spread
 

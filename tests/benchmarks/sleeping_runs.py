@@ -114,12 +114,11 @@ def act(connection: Connection) -> None:
     prepare_environment()
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
-    from offbeat.actor.leases_at_work import Jobs
-    from offbeat.actor.outbox import Outbox
+    from offbeat.actor.leases_at_work import Jobs, Outbox
     from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
+    from offbeat.actor.sampling import SingleTurns
     from offbeat.actor.service import ActorService
-    from offbeat.actor.single_turns import SingleTurns
 
     torch.set_num_threads(1)
     connection.send("up")

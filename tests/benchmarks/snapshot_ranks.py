@@ -53,7 +53,7 @@ def measure(connection: Connection) -> None:
     from offbeat.common.settings.learning_sections import TrainSection
     from offbeat.common.settings.objectives import complete
     from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
-    from offbeat.common.weights.shared_bytes import map_bytes
+    from offbeat.common.weights.memory import map_bytes
     from offbeat.learner.policy.lora import merged_parameters
     from offbeat.learner.training.trainer import Trainer
 

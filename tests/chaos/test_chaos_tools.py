@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from offbeat import RewardUnavailable
-from offbeat.actor.environments.chat import Chat, NoRoom, Reply
-from offbeat.actor.environments.chat_episode import ChatEpisode
+from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom, Reply
 from offbeat.actor.environments.messages import Play
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes

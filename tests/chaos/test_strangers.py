@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.processes.descriptors import raise_limit
+from offbeat.common.processes.files import raise_limit
 from offbeat.protocols.channels import Hub, Link
 from tests.chaos import chaos, faults
 from tests.chaos.faults import Attempt, Clock, Scene, commit

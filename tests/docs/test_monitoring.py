@@ -6,7 +6,7 @@ import re
 import yaml
 
 from docs.generate.monitoring import ACTOR_PANELS, ALERTS, PANELS, alert_rules, grafana_dashboard
-from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
+from offbeat.actor.page import EXPORTED as OF_ACTOR
 from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
 LEARNERS = {one.name for one in OF_LEARNER}

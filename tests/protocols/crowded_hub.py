@@ -8,7 +8,7 @@ import select
 import sys
 from pathlib import Path
 
-from offbeat.common.processes.descriptors import patiently
+from offbeat.common.processes.files import patiently
 from offbeat.learner.leases.events import Started
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import Hub

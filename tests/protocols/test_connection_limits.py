@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.common.processes.descriptors import patiently, raise_limit
+from offbeat.common.processes.files import patiently, raise_limit
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.keys import make_key_pair, public_text, secret_text
 from offbeat.protocols.messages import Credit, SayHello
@@ -140,7 +140,7 @@ def test_opening_waits_for_a_descriptor_and_gives_up_for_other_reasons(tmp_path:
 def test_soft_limit_is_raised_to_the_hard_one() -> None:
     code = (
         "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 512)); "
-        "from offbeat.common.processes.descriptors import raise_limit; "
+        "from offbeat.common.processes.files import raise_limit; "
         "print(raise_limit(), *r.getrlimit(r.RLIMIT_NOFILE))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -74,7 +74,7 @@ def test_other_errors_of_the_system_are_not_taken_for_it(monkeypatch: pytest.Mon
 def test_every_command_begins_with_the_hard_limit() -> None:
     code = (
         "import resource as r, sys; hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (256, hard))\n"
-        "from offbeat.common.processes.descriptors import MOST; from offbeat.deploy.cli import main as cli\n"
+        "from offbeat.common.processes.files import MOST; from offbeat.deploy.cli import main as cli\n"
         "cli.make_app = lambda: lambda: print(r.getrlimit(r.RLIMIT_NOFILE)[0] == min(hard, MOST))\n"
         "cli.run()"
     )

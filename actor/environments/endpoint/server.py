@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.anthropic_messages import ANTHROPIC_MESSAGES
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, Refused
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, Refused, check
 from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETIONS
 from offbeat.actor.environments.endpoint.message_tree import digest
 from offbeat.actor.environments.endpoint.responses import RESPONSES
-from offbeat.actor.environments.endpoint.sampling_fields import check
 from offbeat.actor.environments.endpoint.session import Session, over
 from offbeat.common.errors import SettingError
 

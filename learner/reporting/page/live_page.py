@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.common.pages.page import asset
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.files import replace
 from offbeat.common.records.probes import health, numbers, readiness
 from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
 from offbeat.common.records.web import Response, Route, WebServer

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat import Chat
-from offbeat.actor.environments.chat_episode import ChatEpisode
+from offbeat.actor.environments.chat import Chat, ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.messages import Play, Sampled
 from offbeat.actor.environments.tool_calls import Parsed, ToolCall, TurnParser

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from offbeat import RewardUnavailable
+from offbeat.actor.environments.ready_made import ToolUse
 from offbeat.actor.environments.tool_calls import ToolCall
-from offbeat.actor.environments.tools import ToolUse
 from offbeat.environments import tools
 from tests.actor.environments.scripted_chat import ScriptedChat
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from offbeat.common.weights import nccl_process
-from offbeat.common.weights.nccl_process import Place
+from offbeat.common.weights import nccl_group
+from offbeat.common.weights.nccl_group import Place
 
 Fate = Literal["", "hang in init", "die in init", "refuse", "die", "stop", "never complete", "hang in wait", "no device"]
 
@@ -46,12 +46,12 @@ def serve(connection: Connection, place: Place, fates: dict[int, Fate]) -> None:
             raise RuntimeError("CUDA error: out of memory")
         return torch.device("cpu")
 
-    nccl_process.take_device = take_device
-    nccl_process.pin = lambda storage, gpu_index: None
+    nccl_group.take_device = take_device
+    nccl_group.pin = lambda storage, gpu_index: None
     make_group: Any = partial(Group, fate=fate)
     make_group.Options = Options
     dist.ProcessGroupNCCL = make_group
-    nccl_process.serve(connection, place)
+    nccl_group.serve(connection, place)
 
 
 class Options:

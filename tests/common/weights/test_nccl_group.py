@@ -13,8 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from offbeat.common.weights import nccl_group
 from offbeat.common.weights.collectives import CollectiveError, CollectiveLateError, Seat, group_store, serve_store
 from offbeat.common.weights.flat import WeightBuffer, make_layout
-from offbeat.common.weights.nccl_group import NcclGroup
-from offbeat.common.weights.nccl_process import ENVIRONMENT
+from offbeat.common.weights.nccl_group import ENVIRONMENT, NcclGroup
 from offbeat.protocols.messages import NcclTransport
 from tests.common.weights import nccl_stand_in
 from tests.common.weights.nccl_stand_in import Fate, context

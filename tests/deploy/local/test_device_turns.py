@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, READY_VARIABLE, report_ready
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE, report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.processes import durable_files
-from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes import files
+from offbeat.common.processes.files import replace
 
 
 class DeathError(BaseException):
@@ -23,7 +23,7 @@ def test_process_that_dies_while_it_replaces_a_file_leaves_the_old_one(
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with monkeypatch.context() as patch, pytest.raises(DeathError):
-        owner, name = {"write": (Path, "write_bytes"), "sync": (durable_files, "sync"), "rename": (Path, "rename")}[moment]
+        owner, name = {"write": (Path, "write_bytes"), "sync": (files, "sync"), "rename": (Path, "rename")}[moment]
         patch.setattr(owner, name, die)
         replace(path, b"new")
     assert path.read_bytes() == b"old"
@@ -35,6 +35,6 @@ def test_process_that_dies_while_it_replaces_a_file_leaves_the_old_one(
 def test_bytes_are_on_disk_before_the_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[bytes, bool]] = []
     path = tmp_path / "file"
-    monkeypatch.setattr(durable_files, "sync", lambda partial: synced.append((partial.read_bytes(), path.exists())))
+    monkeypatch.setattr(files, "sync", lambda partial: synced.append((partial.read_bytes(), path.exists())))
     replace(path, b"new")
     assert synced == [(b"new", False)]

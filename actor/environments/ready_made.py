@@ -1,15 +1,22 @@
-"""An environment of tools: the model calls functions until it answers.
+"""Ready-made environments: the model calls functions until it answers, or takes the steps of a class with `reset` and `step`.
 
-play = tools([add, search], reward=is_right)          task.environment = "my_task:play"
+    play = tools([add, search], reward=is_right)          task.environment = "my_task:play"
+    play = gym(Maze)
 
-turn of the model -> tool calls -> their answers, as messages -> turn ... -> a turn without a call -> reward
+    tools: turn of the model -> tool calls -> their answers, as messages -> turn ... -> a turn without a call -> reward
+    gym:   observation -> turn of the model -> action -> step -> reward, observation -> turn ... -> the episode's end
+
+Classes are like those of Gymnasium, OpenEnv and TextArena. Plain functions of the user's run in threads: one that blocks holds
+up nobody's episode.
 """
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,18 +24,68 @@ import msgspec
 
 from offbeat.actor.environments.chat import Chat
 from offbeat.actor.environments.mcp_servers import McpServer, Session
-from offbeat.actor.environments.threads import in_thread
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.rewards.failures import is_transient
 from offbeat.common.errors import one_line
 from offbeat.common.user_code.tools import ToolSchema
 
+NUM_THREADS = 64
+"""Plain functions that run at once in one process."""
 ROW = "row"
 """A parameter of this name gets the prompt's row. The model neither sees nor gives it."""
-
 Row = dict[str, Any]
+
 RewardOfAnswer = Callable[[str, Row], object]
 """Takes the text of the last turn and the row; returns a number, named parts, or an awaitable of either."""
+
+
+def gym(
+    make: Callable[[], Any],
+    *,
+    action: Callable[[str], Any] = str,
+    observation: Callable[[Any], str] = str,
+    max_turns: int = 1000,
+) -> Callable[[Chat, Row], Awaitable[None]]:
+    """Return an environment in which each turn of the model is a step.
+
+    Args:
+        make: The class of an environment, or a function that makes one: `reset(seed=, options=)` returns an observation and a
+            dict, `step(action)` an observation, a reward, whether the episode has terminated, whether it was truncated, and a
+            dict. `options` is the prompt's row; `seed` is the row's `seed`, else `chat.seed`. `close()` is called at the end of
+            every episode. Methods may be plain, then they run in threads, or async.
+        action: Makes an action of a turn's text. What a `ValueError` says is the observation then, and the step is not taken.
+        observation: Makes a text of an observation.
+        max_turns: Turns of the model after which the episode is truncated.
+    """
+
+    async def play(chat: Chat, row: Row) -> None:
+        opened: list[Any] = []
+        # One thread: its calls come one after the other, `close` behind a `step` that a cancelled episode has left at work.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="gym")
+        try:
+            await in_thread(lambda: opened.append(make()), thread)
+            (environment,) = opened
+            first, _ = await _in(thread, environment.reset, seed=row.get("seed", chat.seed), options=row)
+            if observation(first) != chat.prompt:
+                chat.add("user", observation(first))
+            for turn in range(1, max_turns + 1):
+                reply = await chat.sample()
+                chat.metric("turns", turn)
+                try:
+                    taken = action(reply.text)
+                except ValueError as error:
+                    chat.add("user", f"Error: {error}")
+                    continue
+                seen, reward, terminated, truncated, _ = await _in(thread, environment.step, taken)
+                chat.reward(reward)
+                if terminated or truncated:
+                    return
+                chat.add("user", observation(seen))
+        finally:
+            await in_thread(lambda: opened and opened[0].close(), thread)
+            thread.shutdown(wait=False)
+
+    return play
 
 
 def tools(
@@ -176,3 +233,20 @@ def _without_row(function: Callable[..., object]) -> Callable[..., object]:
     described.__annotations__ = {name: hint for name, hint in typing.get_type_hints(function).items() if name != ROW}
     vars(described)["__signature__"] = signature.replace(parameters=parameters)
     return described
+
+
+async def _in(thread: ThreadPoolExecutor, method: Callable[..., object], *values: object, **named: object) -> Any:
+    return await in_thread(partial(method, *values, **named), thread)
+
+
+async def in_thread(call: Callable[[], object], executor: ThreadPoolExecutor | None = None) -> object:
+    """Make a call of a plain function in a thread, that of an async one here; return what it returns."""
+    if inspect.iscoroutinefunction(call):
+        return await call()
+    returned = await asyncio.get_running_loop().run_in_executor(executor or _executor(), call)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+@functools.cache
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="environment")

@@ -1,19 +1,36 @@
-"""The files that a process may have open: as many as the system lets it, and patience when all are taken for a moment."""
+"""Files: those that survive a power failure, and as many open ones as the system allows."""
 
 import errno
+import os
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 MOST = 1 << 17
 """Limit that is asked for at most: some libraries walk through all descriptors that there could be."""
 PATIENCE_S = 5.0
 """Seconds for which `patiently` waits for a descriptor."""
-
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
-
 T = TypeVar("T")
+
+
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or a folder's names, to the disk."""
+    descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file so that a killed process leaves the old one or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    sync(partial)
+    partial.rename(path)
 
 
 def raise_limit() -> int:

@@ -7,8 +7,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offbeat.actor.live.exported import EXPORTED, families
-from offbeat.actor.live.page import ActorPage, serving
+from offbeat.actor.page import EXPORTED, ActorPage, families, serving
 from offbeat.common.errors import SettingError
 from offbeat.common.records.exported import exposition
 from offbeat.common.records.probes import TURNED_WITHIN_S

@@ -1,5 +1,6 @@
-"""Bytes in memory that several processes share. Linux frees them with the last process that uses them."""
+"""Memory for weights: shared by several processes until the last one ends, and pinned for copies at the speed of the bus."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -51,3 +52,28 @@ def map_bytes(address: Address, num_bytes: int) -> torch.Tensor:
 
 def _map(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+PORTABLE = 1
+"""CUDA's flag for memory that is pinned for every GPU of the process."""
+
+
+def pin(storage: torch.UntypedStorage, gpu_index: int) -> None:
+    """Pin memory until it is freed, unless it is pinned already. Where the driver refuses, copies are slower.
+
+    torch's own pinned memory comes in powers of two: up to twice as much as is asked for.
+    """
+    runtime = torch.cuda.cudart()
+    assert runtime is not None, "torch is built for GPUs"
+    # A thread without a device of its own would make a context on the first one.
+    with torch.cuda.device(gpu_index):
+        if storage.is_pinned():
+            return
+        address = storage.data_ptr()
+        if runtime.cudaHostRegister(address, storage.nbytes(), PORTABLE) == runtime.cudaError.success:
+            # At the process's end CUDA may be gone first, and has no need of it.
+            weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
+            return
+        # CUDA reports a refusal once more, at the next kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")

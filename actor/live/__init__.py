@@ -1,1 +1,0 @@
-"""An actor's numbers for Prometheus, and its probes."""
