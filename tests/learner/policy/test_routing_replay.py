@@ -1,4 +1,4 @@
-"""Claims about routing replay: forced experts are chosen, the current logits weigh them, and gradients go through the weights."""
+"""Routing replay: forced experts are chosen, the current logits weigh them, and gradients go through the weights."""
 
 import pytest
 import torch
