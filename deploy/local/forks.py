@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported what they need (`deploy/local/warm.py`), so that the imports are paid for once.
+"""Services forked from a warm process, one that has imported what they need, so that the imports are paid for once.
 
     launcher -> request: arguments, variables, output, gate -> warm process -> forks -> the service
     launcher <- the service's process id <- gate <- the service, as the launcher's own child
@@ -7,35 +7,49 @@
 The warm process forks twice and the process between ends, so that the kernel makes the service a child of the launcher: exit
 status, process group and death with the launcher are those of a new interpreter, and the service outlives the warm process.
 The gate is a socket: where it ends before a process id came, nothing has been started, and a new interpreter takes the start.
+
+The learner's imports come first, the engine's with the first actor's request: the learner starts while the engine is imported.
+Nothing but imports happens in the warm process before a fork: no thread, no socket, no CUDA, no parallel region of OpenMP.
 """
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from typing import IO
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, NoReturn
 
 from offbeat.common.processes import process_table as processes
-from offbeat.common.processes.environment import CPU_DEFAULTS, has_gpu
-from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
-from offbeat.common.processes.shutdown import PARENT_VARIABLE
+from offbeat.common.processes.environment import CPU_DEFAULTS, has_gpu, prepare_environment
+from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
+from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
 from offbeat.common.settings.config import Config
-from offbeat.deploy.local.starts import FreshStarts, Process, ProcessStart, Starts
+from offbeat.deploy.local.starts import PROGRAM, FreshStarts, Process, ProcessStart, Starts
 
 logger = logging.getLogger(__name__)
 
-WARM_MODULE = "offbeat.deploy.local.warm"
+WARM_MODULE = "offbeat.deploy.local.forks"
 ROOM_BYTES = 4096
 """Length of an argument that only makes room for the command lines of forked processes."""
 MAX_WORDS_BYTES = 2_000
 """End of a failed warm process's output in which its last line is looked for."""
+MESSAGE_BYTES = 1 << 18
+NUM_DESCRIPTORS = 3
+"""Descriptors of a request: gate, output, errors."""
 GO = b"go"
+LOOK_S = 0.001
+
 PR_SET_CHILD_SUBREAPER = 36
 """Option of Linux's prctl: orphans among this process's descendants become its children."""
 
@@ -222,3 +236,103 @@ def adopt_orphans(is_wanted: bool) -> bool:
     Only while a fork is awaited: an adopted child of a killed service would stay a zombie until the launcher ends.
     """
     return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0) == 0
+
+
+# In the warm process and its forks
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """Run `python -m MODULE ARGUMENTS` in this process; return its exit status."""
+    sys.argv = ["", *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001, the interpreter's last resort
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Serve requests until the launcher closes the socket."""
+    launcher = int(os.environ.pop(PARENT_VARIABLE))
+    die_with_parent(launcher)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    engine = sys.argv[2]
+    # The room stays where it is, and programs that are started need none.
+    os.environ.pop(ROOM_VARIABLE, None)
+    # Modules are a million objects that stay: neither this process nor its forks need look at them.
+    gc.disable()
+    prepare_environment()
+    # Learners come first, and by the time of their request the launcher has looked at the settings for seconds.
+    _import_for("learner", engine)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, NUM_DESCRIPTORS)
+        if not message:
+            # Nothing was begun that needs an end; libraries write pages about what they leak at one.
+            os._exit(0)
+        request = json.loads(message)
+        arguments = request["arguments"]
+        _import_for(arguments[0], engine)
+        if has_threads():
+            raise RuntimeError("the imports have started threads, which a fork would lose")
+        gc.freeze()
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            if os.fork():
+                # The service is an orphan now, and becomes the launcher's child.
+                os._exit(0)
+            requests.close()
+            gate, output, errors = descriptors
+            _pass_gate(gate, parent, launcher)
+            _become_service(arguments, request["variables"], output, errors)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _import_for(command: str, engine: str) -> None:
+    """Import what the service that this command starts needs."""
+    importlib.import_module(f"offbeat.deploy.cli.{command}").import_service(engine)
+
+
+def _pass_gate(descriptor: int, parent: int, launcher: int) -> None:
+    """Tell the launcher this process's id once it is its child, and return when it has said go; else end the process."""
+    with socket.socket(fileno=descriptor) as gate:
+        os.setpgid(0, 0)
+        while (now := os.getppid()) != launcher:
+            if now != parent:
+                # The launcher does not wait for it any more.
+                os._exit(1)
+            time.sleep(LOOK_S)
+        word = b""
+        with contextlib.suppress(OSError):
+            gate.send(str(os.getpid()).encode())
+            word = gate.recv(64)
+        if word != GO:
+            os._exit(1)
+
+
+def _become_service(arguments: Sequence[str], variables: Mapping[str, str], output: int, errors: int) -> NoReturn:
+    """Go on as a process that has just been started as `offbeat ARGUMENTS`, with these variables added to the environment."""
+    for descriptor, own in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, own)
+    for descriptor in {output, errors} - {1, 2}:
+        os.close(descriptor)
+    os.environ.update(variables)
+    gc.enable()
+    # Python's own generator seeds itself in a fork, numpy's does not.
+    import numpy
+
+    numpy.random.seed()
+    show_arguments([*PROGRAM, *arguments])
+    end_process(run_module(PROGRAM[2], arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -25,9 +25,8 @@ from typing import Any, NoReturn
 
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
-from offbeat.deploy.local.forks import WARM_MODULE
+from offbeat.deploy.local.forks import WARM_MODULE, run_module
 from offbeat.deploy.local.starts import PROGRAM
-from offbeat.deploy.local.warm import run_module
 
 MODULES = (PROGRAM[2], WARM_MODULE)
 """The modules that a service may start as `python -m MODULE`, and that are forked instead."""
