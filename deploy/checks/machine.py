@@ -19,8 +19,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.sequence_parallel import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices.inventory import find_gpus
-from offbeat.deploy.local.devices.memory import engine_need, learner_need
-from offbeat.deploy.local.devices.model_sizes import model_sizes
+from offbeat.deploy.local.devices.memory import engine_need, learner_need, model_sizes
 from offbeat.deploy.local.devices.plan import plan_of_this_machine
 from offbeat.protocols.addresses import host_of
 

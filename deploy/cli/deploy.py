@@ -10,11 +10,11 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.logs import configure_logs
 from offbeat.common.settings.loading import refuse_masked
 from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, read_config, split_arguments
-from offbeat.deploy.clusters.compose.files import write_compose
-from offbeat.deploy.clusters.kubernetes.files import Cluster, write_manifests
-from offbeat.deploy.clusters.kubernetes.pods import PodOptions
-from offbeat.deploy.clusters.slurm.files import write_scripts
-from offbeat.deploy.clusters.yaml_files import Document, read_mapping
+from offbeat.deploy.clusters.compose import write_compose
+from offbeat.deploy.clusters.container import Document, read_mapping
+from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
+from offbeat.deploy.clusters.kubernetes_pods import PodOptions
+from offbeat.deploy.clusters.slurm import write_scripts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

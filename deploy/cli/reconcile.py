@@ -12,11 +12,10 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import configure_logs
 from offbeat.common.settings.config import Config
 from offbeat.deploy.cli.arguments import Operator, read_config_of_run
-from offbeat.deploy.clusters.kubernetes.pool import open_kubernetes_pool
-from offbeat.deploy.clusters.pool import Pool
-from offbeat.deploy.clusters.ray_cluster.pool import open_ray_pool
-from offbeat.deploy.clusters.reconcile import reconcile
-from offbeat.deploy.clusters.slurm.pool import open_pool
+from offbeat.deploy.clusters.kubernetes_pool import open_kubernetes_pool
+from offbeat.deploy.clusters.pool import Pool, reconcile
+from offbeat.deploy.clusters.ray_pool import open_ray_pool
+from offbeat.deploy.clusters.slurm import open_pool
 from offbeat.deploy.operating.link import ask, open_link_to
 from offbeat.lab.ended_run import read_end
 from offbeat.protocols.messages import StatusReport, StatusRequest

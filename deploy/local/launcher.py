@@ -28,13 +28,11 @@ from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.setting_text import write_private
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.loading import resolved_toml
-from offbeat.deploy.clusters.pool import Instance
-from offbeat.deploy.clusters.reconcile import needed
-from offbeat.deploy.local.device_turns import DeviceTurns
-from offbeat.deploy.local.devices.plan import Plan
+from offbeat.deploy.clusters.pool import Instance, needed
+from offbeat.deploy.local.devices.plan import DevicePlan, DeviceTurns
 from offbeat.deploy.local.ending import end_run
 from offbeat.deploy.local.starts import Process, ProcessStart, Starts
-from offbeat.deploy.local.wanted import Questions
+from offbeat.deploy.operating.link import StatusPoll
 from offbeat.protocols.messages import StatusReport
 
 logger = logging.getLogger(__name__)
@@ -155,7 +153,7 @@ class Service:
 class Launcher:
     """The processes of `offbeat train`; the module's docstring describes their rules."""
 
-    def __init__(self, config: Config, stop: StopRequest, starts: Starts, plan: Plan | None = None) -> None:
+    def __init__(self, config: Config, stop: StopRequest, starts: Starts, plan: DevicePlan | None = None) -> None:
         """`plan` places the processes on GPUs; None: they compute on the CPU."""
         self._config, self._reserved = _with_free_port(config)
         self._devices = DeviceTurns(plan, Path(config.run.dir) / PROGRAM_LOGS)
@@ -189,7 +187,7 @@ class Launcher:
             self._start_learner()
             for index in itertools.islice(self._free_numbers(()), self._num_first):
                 self._add_actor(index)
-            with contextlib.closing(Questions(self._config)) as questions:
+            with contextlib.closing(StatusPoll(self._config)) as questions:
                 status = self._watch(questions)
             # A learner that a mistake kept from beginning has said all there is.
             is_refused = status == USER_ERROR_STATUS and self._num_row_bytes() == num_bytes_before
@@ -250,7 +248,7 @@ class Launcher:
     def _log(self, name: str) -> Path:
         return self._folder / PROGRAM_LOGS / f"{name}.log"
 
-    def _watch(self, questions: Questions) -> int:
+    def _watch(self, questions: StatusPoll) -> int:
         """Keep all services running until the learner ends; return its exit status.
 
         Waits for: the end of any service, looking every `LOOK_S`; the learner's answers to `questions`.

@@ -1,23 +1,26 @@
-"""An operator's question to a running learner, over its hub."""
+"""An operator's questions to a running learner, over its hub: one that waits for its answer, and a launcher's regular one."""
 
+import logging
 import time
 import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-from offbeat.common.errors import ServiceError
-from offbeat.common.settings.config import HubSection
-from offbeat.common.settings.hub_keys import keys_of_peer
+from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.settings.config import Config, HubSection
+from offbeat.common.settings.hub_keys import OPERATOR, keys_of_peer
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, StatusReport, StatusRequest
 from offbeat.protocols.wire import WireError
 
+logger = logging.getLogger(__name__)
+
 ANSWER_S = 5.0
 """Seconds to wait for the answer. The learner's hub has its own thread and answers even during a step."""
-
+ASK_S = 1.0
+"""Seconds between two questions of a launcher."""
 OpenLink = Callable[[], Link]
 """A function that opens a link to the hub as an operator."""
-
 Answer = TypeVar("Answer", StatusReport, LiveSettingsReport)
 
 
@@ -50,3 +53,47 @@ def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest,
             return answer
     why = "the learner is stopped, or overloaded" if is_asked else link.refusal() or "nothing listens there"
     raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")
+
+
+class StatusPoll:
+    """Asks the learner for its status every `ASK_S`; without an operator's key it asks nothing."""
+
+    def __init__(self, config: Config) -> None:
+        self._link = _open_link(config)
+        self._asked_at = -ASK_S
+        self._problem = ""
+
+    def answer(self) -> StatusReport | None:
+        """Return the learner's status if it has come since the last call, and ask again when it is time."""
+        if self._link is None:
+            return None
+        now = time.monotonic()
+        if now - self._asked_at >= ASK_S and self._link.send(StatusRequest()):
+            self._asked_at = now
+        try:
+            received = self._link.receive()
+        except WireError as error:
+            self._tell(str(error))
+            return None
+        message = received.message if received is not None else None
+        if isinstance(message, Refused):
+            self._tell(message.reason)
+        return message if isinstance(message, StatusReport) else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._link is not None:
+            self._link.close()
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._problem:
+            logger.warning("scale.actors is not followed, because the learner does not answer: %s", problem)
+        self._problem = problem
+
+
+def _open_link(config: Config) -> Link | None:
+    try:
+        return open_link_to(config.hub, OPERATOR)()
+    except SettingError as error:
+        logger.info("scale.actors will not be followed, because the launcher has no operator's key: %s", error)
+        return None

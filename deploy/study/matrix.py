@@ -19,8 +19,7 @@ from offbeat.common.processes.shutdown import StopRequest, die_with_parent
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.jobs import run_jobs
-from offbeat.deploy.local.folder_lock import alone_in
+from offbeat.deploy.local.jobs import alone_in, run_jobs
 from offbeat.lab.study.cells import BASELINE, Cell, StudyRow, append_row, methods
 from offbeat.lab.study.probe_rows import ProbeRow
 

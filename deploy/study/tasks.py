@@ -12,8 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from offbeat.actor.rewards.functions import exact_match
-from offbeat.deploy.local.quickstart.prepared import ensure, prepared_folder
-from offbeat.deploy.local.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
 from offbeat.deploy.local.quickstart.reversal import Reversal
 from offbeat.lab.study.exact_run import TaskPrompt
 

@@ -24,8 +24,8 @@ from offbeat.common.setting_text import write_private
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
-from offbeat.deploy.clusters.moving_learner import NOTICE_S
-from offbeat.deploy.local.folder_lock import alone_in
+from offbeat.deploy.clusters.services import NOTICE_S
+from offbeat.deploy.local.jobs import alone_in
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
 from offbeat.protocols.addresses import address_file, is_loopback
 

@@ -21,8 +21,7 @@ from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS,
 from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
-from offbeat.deploy.jobs import run_jobs
-from offbeat.deploy.local.folder_lock import LOCK_FILE, FolderBusyError, alone_in
+from offbeat.deploy.local.jobs import LOCK_FILE, FolderBusyError, alone_in, run_jobs
 from offbeat.deploy.local.launcher import LOOK_S, RestartBudget, Service
 from offbeat.deploy.local.starts import PROGRAM, FreshStarts, ProcessStart
 from offbeat.deploy.sweep.cells import Cell

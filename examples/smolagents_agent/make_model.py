@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.deploy.local.quickstart.lookup import DIGITS, KEYS, make_row
-from offbeat.deploy.local.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.prepared import Recipe
 
 TASK, OPEN, LOOK, ANSWER, CLOSE = "New task:\n", "<code>", "look(", "final_answer(", "</code>"
 CALLING = "\nCalling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'python_interpreter', 'arguments': '"

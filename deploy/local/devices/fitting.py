@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.devices.inventory import Gpu
-from offbeat.deploy.local.devices.memory import Need, engine_need, gib, learner_need
-from offbeat.deploy.local.devices.model_sizes import ModelSizes
+from offbeat.deploy.local.devices.memory import ModelSizes, Need, engine_need, gib, learner_need
 
 Change = Callable[[Config], tuple[Config, str]]
 """Returns changed settings that save memory, and the change in words."""

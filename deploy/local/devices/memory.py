@@ -1,15 +1,72 @@
-"""Memory that a run's processes take on a GPU, computed from the settings and the model's sizes.
+"""Memory that a run's processes take on a GPU, computed from the settings and from the model's sizes in its config.json.
 
 Weights, optimizer, gradients and buffers are arithmetic, which tests hold to what DeepSpeed allocates on two ranks. Activations
 follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
 and the kernels take is an estimate. No run on a GPU has checked these sums yet.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from msgspec import json
+
+from offbeat.common.models.folders import find_config
 from offbeat.common.settings.config import Config, max_episode_tokens
 from offbeat.common.settings.objectives import resolve_baseline
-from offbeat.deploy.local.devices.model_sizes import ModelSizes
+
+
+class ModelSizes(NamedTuple):
+    """The numbers of a model that its memory depends on."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    query_size: int
+    """Numbers of a token's queries in one layer."""
+    key_value_size: int
+    """Numbers of a token's keys in one layer; its values have as many."""
+    mlp_size: int
+    """Inner numbers of a token in one layer's MLP; for a mixture of experts, those of the experts that a token is sent to."""
+    vocab_size: int
+
+
+def model_sizes(path: str) -> ModelSizes | None:
+    """Return the sizes of the model that `model.path` names; None where its config cannot be had or has other fields."""
+    content = find_config(path)
+    if content is None:
+        return None
+    try:
+        return sizes_of(json.decode(content, type=dict[str, Any]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # A damaged config is refused by the check of the model's folder.
+        return None
+
+
+def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes of a model of Llama's structure, from config.json; raise `KeyError` where a field is missing."""
+    fields = fields.get("text_config") or fields
+    hidden, layers, vocab = fields["hidden_size"], fields["num_hidden_layers"], fields["vocab_size"]
+    heads = fields["num_attention_heads"]
+    head_size = fields.get("head_dim") or hidden // heads
+    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
+    num_experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts") or 0
+    inner = fields.get("moe_intermediate_size") or fields["intermediate_size"] if num_experts else fields["intermediate_size"]
+    mlp = 3 * hidden * inner * (num_experts or 1) + hidden * num_experts
+    # Qwen3 normalizes queries and keys too.
+    norms = 2 * hidden + (2 * head_size if str(fields.get("model_type", "")).startswith("qwen3") else 0)
+    layer = hidden * (2 * query + 2 * key_value) + mlp + norms
+    # Where the field is missing the head is counted: rather too much memory than too little.
+    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
+    return ModelSizes(
+        num_parameters=num_embeddings * vocab * hidden + layers * layer + hidden,
+        num_layers=layers,
+        hidden_size=hidden,
+        query_size=query,
+        key_value_size=key_value,
+        mlp_size=inner * (fields.get("num_experts_per_tok") or 1 if num_experts else 1),
+        vocab_size=vocab,
+    )
+
 
 GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
@@ -26,11 +83,10 @@ LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds whole at once at most, and numbers in one step of its optimizer."""
 FULL_LENGTH = 2
 """Completions of full length that a KV cache has room for at least."""
-
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """A named part of a sum."""
 
     name: str
@@ -41,7 +97,7 @@ class Part(NamedTuple):
 class Need(NamedTuple):
     """The memory of one process on each of its GPUs."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def num_bytes(self) -> float:
@@ -84,12 +140,12 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
     activations = _activation_bytes(config, sizes)
     return Need(
         (
-            Part("weights", weights),
-            Part("optimizer", optimizer),
-            Part("gradients", _gradient_bytes(config, stage, num_trained, owned)),
+            MemoryPart("weights", weights),
+            MemoryPart("optimizer", optimizer),
+            MemoryPart("gradients", _gradient_bytes(config, stage, num_trained, owned)),
             # The two peaks come one after the other.
-            Part("optimizer step", step, True) if step > activations else Part("activations", activations, True),
-            Part("CUDA", CONTEXT_BYTES, True),
+            MemoryPart("optimizer step", step, True) if step > activations else MemoryPart("activations", activations, True),
+            MemoryPart("CUDA", CONTEXT_BYTES, True),
         )
     )
 
@@ -112,9 +168,9 @@ def engine_need(config: Config, sizes: ModelSizes) -> Need:
     parallel = tensor_parallel_size(config)
     return Need(
         (
-            Part("weights", _engine_weights(config, sizes) / parallel),
-            Part("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
-            Part("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
+            MemoryPart("weights", _engine_weights(config, sizes) / parallel),
+            MemoryPart("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
+            MemoryPart("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
         )
     )
 

@@ -2,19 +2,33 @@
 
 The learner comes first, one GPU to each of its processes; the actors get the rest. Where too few are left, actors share GPUs,
 with each other or with the learner, and each gets a stated share of the memory. Settings that name GPUs or shares win. The plan
-is a pure function of settings, GPUs and the model's sizes; `deploy.local.devices.inventory` and `model_sizes` find those.
+is a pure function of settings, GPUs and the model's sizes; `inventory` and `memory` find those.
+
+`DeviceTurns` gives each process its part when it starts. An engine measures the memory of its GPU meanwhile, and takes for its
+own what others allocate. So the learner takes its part first, and the actors of one GPU start one after the other.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from pathlib import Path
 from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.devices.fitting import Room, check_actor_share, check_learner
-from offbeat.deploy.local.devices.inventory import Gpu, Inventory, find_gpus
-from offbeat.deploy.local.devices.memory import Need, engine_need, gib, learner_need, offloaded_bytes, tensor_parallel_size
-from offbeat.deploy.local.devices.model_sizes import ModelSizes, model_sizes
+from offbeat.deploy.local.devices.inventory import VISIBLE, Gpu, Inventory, find_gpus
+from offbeat.deploy.local.devices.memory import (
+    CONTEXT_BYTES,
+    ModelSizes,
+    Need,
+    engine_need,
+    gib,
+    learner_need,
+    model_sizes,
+    offloaded_bytes,
+    tensor_parallel_size,
+)
 
 RESERVE = 0.05
 """Part of a shared GPU that is promised to nobody, because the sums are estimates."""
@@ -32,7 +46,7 @@ class ActorPlace(NamedTuple):
     """The `gpu_memory_utilization` that the plan gives it; None: the option's, or the engine's own."""
 
 
-class Plan(NamedTuple):
+class DevicePlan(NamedTuple):
     """The places of all processes; GPUs are indices into `gpus`."""
 
     gpus: tuple[Gpu, ...]
@@ -58,7 +72,7 @@ class Plan(NamedTuple):
         return bool(gpus & set(self.learner)), tuple(others)
 
 
-def plan_of_this_machine(config: Config) -> tuple[Plan | None, Inventory]:
+def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     """Return the plan for this machine, None where no GPU is used; raise `SettingError` for one that cannot be."""
     inventory = find_gpus()
     if not inventory.gpus or not config.model.path:
@@ -68,7 +82,7 @@ def plan_of_this_machine(config: Config) -> tuple[Plan | None, Inventory]:
     return make_plan(config, inventory.gpus, model_sizes(config.model.path), has_vllm=has_vllm), inventory
 
 
-def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *, has_vllm: bool = True) -> Plan:
+def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
     """Return the plan of these settings on these GPUs, of which there is at least one.
 
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
@@ -90,7 +104,7 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *
     if need and sizes and has_vllm:
         for index in range(len(actors)):
             warnings += check_actor_share(config, engine_need(config, sizes), shares.room(index), need, sizes)
-    plan = Plan(
+    plan = DevicePlan(
         gpus,
         learner,
         int(taken) if any(gpu in learner for place in places for gpu in place) else None,
@@ -198,7 +212,7 @@ def _check_instances(config: Config, gpus: tuple[Gpu, ...]) -> None:
             raise SettingError(setting, size, "the GPUs are instances (MIG), which cannot work together", f"Set {setting}=1.")
 
 
-def _describe(config: Config, plan: Plan, need: Need | None, sizes: ModelSizes | None) -> list[str]:
+def _describe(config: Config, plan: DevicePlan, need: Need | None, sizes: ModelSizes | None) -> list[str]:
     """Return the plan in words."""
     lines = []
     for index, gpu in enumerate(plan.gpus):
@@ -228,3 +242,65 @@ def _describe(config: Config, plan: Plan, need: Need | None, sizes: ModelSizes |
     if not plan.can_use_nccl and config.weights.backend == "auto":
         lines.append("weights travel by gloo: NCCL takes one process to a GPU")
     return lines
+
+
+class DeviceTurns:
+    """Says what a process is started with, and whether it is its turn; without a plan nothing and always."""
+
+    def __init__(self, plan: DevicePlan | None, folder: Path) -> None:
+        """`folder` takes the files by which processes say that they are ready."""
+        self._plan = plan
+        self._folder = folder
+
+    @property
+    def needs_gloo(self) -> bool:
+        """Weights cannot travel by NCCL, because processes share a GPU."""
+        return self._plan is not None and not self._plan.can_use_nccl
+
+    @property
+    def num_places(self) -> int | None:
+        """Number of actors that the plan has places for; None without a plan."""
+        return None if self._plan is None else len(self._plan.actors)
+
+    def learner_variables(self, rank: int) -> dict[str, str]:
+        """Return the variables of a learner process that is about to start; `LOCAL_RANK` counts in these GPUs."""
+        if self._plan is None:
+            return {}
+        variables = {VISIBLE: self._plan.entries(self._plan.learner)}
+        if self._plan.learner_bytes is None:
+            return variables
+        name = f"learner-{rank}" if rank else "learner"
+        self.forget(name)
+        num_bytes = max(0, self._plan.learner_bytes - int(CONTEXT_BYTES))
+        return {**variables, GPU_BYTES_VARIABLE: str(num_bytes), READY_VARIABLE: str(self._mark(name))}
+
+    def actor_variables(self, index: int) -> dict[str, str]:
+        """Return the variables of an actor that is about to start."""
+        if self._plan is None:
+            return {}
+        variables = {VISIBLE: self._plan.entries(self._plan.actors[index].gpus)}
+        if not self._plan.sharers(index)[1]:
+            return variables
+        self.forget(f"actor-{index}")
+        return {**variables, READY_VARIABLE: str(self._mark(f"actor-{index}"))}
+
+    def actor_settings(self, index: int) -> list[str]:
+        """Return the settings that an actor gets beside those of the run."""
+        share = self._plan.actors[index].share if self._plan else None
+        return [] if share is None else [f"actor.engine_options.gpu_memory_utilization={share:g}"]
+
+    def may_start(self, index: int, running: Set[int]) -> bool:
+        """Return whether all who share an actor's GPUs, and are there, have taken their memory; `running`: actors by index."""
+        if self._plan is None:
+            return True
+        with_learner, others = self._plan.sharers(index)
+        names = [f"learner-{rank}" if rank else "learner" for rank in range(len(self._plan.learner))] if with_learner else []
+        names += [f"actor-{other}" for other in others if other in running]
+        return all(self._mark(name).exists() for name in names)
+
+    def forget(self, name: str) -> None:
+        """Delete the file by which a process said that it is ready."""
+        self._mark(name).unlink(missing_ok=True)
+
+    def _mark(self, name: str) -> Path:
+        return self._folder / f"{name}.ready"

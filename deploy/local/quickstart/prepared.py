@@ -2,17 +2,23 @@
 
 `{quickstart}`, `{lookup}`, `{expressions}` and `{calculator}` each stand for a folder with `model/`, `train.jsonl` and
 `eval.jsonl` below `XDG_CACHE_HOME`.
+A recipe is a task's rows, and a tiny model that was shown how to play it, well and badly.
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
 import hashlib
 import logging
 import os
+import random
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.processes.environment import prepare_environment
@@ -20,10 +26,75 @@ from offbeat.common.settings.config import Config
 from offbeat.deploy.local.quickstart.calculator import Calculator
 from offbeat.deploy.local.quickstart.expressions import Expressions
 from offbeat.deploy.local.quickstart.lookup import Lookup
-from offbeat.deploy.local.quickstart.recipes import Recipe
 from offbeat.deploy.local.quickstart.reversal import Reversal
 
 logger = logging.getLogger(__name__)
+
+
+class Task(Protocol):
+    """A task that a tiny model can learn. Its text, as `repr` writes it, is part of the folder's name."""
+
+    @property
+    def name(self) -> str:
+        """The placeholder without braces."""
+        ...
+
+    @property
+    def alphabet(self) -> Sequence[str]:
+        """The texts that are tokens of the model."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's template; None for a model without one."""
+        ...
+
+    def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
+        """Yield rows of the data, as many as there are."""
+        ...
+
+    def shown(self, generator: random.Random) -> tuple[Sequence[str], str]:
+        """Return an example for the warm start: its tokens (`$` ends a turn), and a mask with an `x` at each to learn."""
+        ...
+
+
+class Recipe(NamedTuple):
+    """The parameters of a task's data and model."""
+
+    task: Task
+    seed: int = 0
+    warm_start_steps: int = 400
+    """Number of supervised optimizer steps."""
+    warm_start_rows: int = 64
+    """Number of examples in one supervised step."""
+    num_train: int = 8192
+    """Largest number of rows in train.jsonl."""
+    num_eval: int = 256
+    """Number of rows in eval.jsonl."""
+    moe: bool = False
+    """The model is a mixture of experts."""
+
+    @property
+    def name(self) -> str:
+        """The placeholder without braces."""
+        return f"{self.task.name}_moe" if self.moe else self.task.name
+
+    def make(self, folder: Path) -> None:
+        """Write model/, train.jsonl and eval.jsonl."""
+        generator = random.Random(self.seed)
+        lines = [msgspec.json.encode(row) + b"\n" for row in islice(self.task.rows(generator), self.num_train + self.num_eval)]
+        (folder / "eval.jsonl").write_bytes(b"".join(lines[: self.num_eval]))
+        (folder / "train.jsonl").write_bytes(b"".join(lines[self.num_eval :]))
+        batches = ([self.task.shown(generator) for _ in range(self.warm_start_rows)] for _ in range(self.warm_start_steps))
+        warm_start(
+            folder / "model",
+            batches,
+            num_steps=self.warm_start_steps,
+            alphabet=self.task.alphabet,
+            chat_template=self.task.chat_template,
+            seed=self.seed,
+            moe=self.moe,
+        )
 
 
 RECIPES = (Recipe(Reversal()), Recipe(Lookup()), Recipe(Expressions(), num_eval=128), Recipe(Calculator()))
@@ -96,6 +167,59 @@ def _replace(config: Config, placeholder: str, folder: str) -> Config:
         model=replace(config.model, path=config.model.path.replace(placeholder, folder)),
         task=replace(task, train_data=task.train_data.replace(placeholder, folder), eval_data=eval_data),
     )
+
+
+LEARNING_RATE = 2e-3
+"""Peak, reached after twenty steps; then it falls linearly to 0."""
+
+
+def warm_start(
+    folder: Path,
+    batches: Iterable[Sequence[tuple[Sequence[str], str]]],
+    *,
+    num_steps: int,
+    alphabet: Sequence[str],
+    chat_template: str | None,
+    seed: int,
+    moe: bool = False,
+) -> None:
+    """Train a random tiny model whose tokens are the texts of `alphabet`, with `moe` a mixture of experts, and save it.
+
+    Args:
+        folder: The model's.
+        batches: `num_steps` batches of examples of one length, each with a mask: the model learns to write the tokens below
+            an `x`, after those before. The token `$` is the end of a turn.
+    """
+    # Imported here: they take seconds, and only the first run on this machine needs them.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    from offbeat.deploy.local.quickstart.tiny_models import EOS, make_tiny_model
+
+    transformers_logging.disable_progress_bar()
+    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, moe=moe, seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1.0) * (1.0 - step / num_steps))
+    # One thread sums in a fixed order, so the weights are reproducible; more threads are not faster at this size.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for batch in batches:
+            named = ([EOS if token == "$" else token for token in tokens] for tokens, _ in batch)
+            token_ids = torch.tensor([tokenizer.convert_tokens_to_ids(tokens) for tokens in named])
+            mask = torch.tensor([[one == "x" for one in mask] for _, mask in batch])
+            logits = model(token_ids[:, :-1]).logits
+            torch.nn.functional.cross_entropy(logits[mask[:, 1:]], token_ids[:, 1:][mask[:, 1:]]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(num_threads)
+    model.save_pretrained(folder)
 
 
 def main() -> None:

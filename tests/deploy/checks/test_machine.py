@@ -11,8 +11,7 @@ from offbeat.common.settings.config import Config, LaunchSection, ModelSection, 
 from offbeat.deploy.checks.machine import check_companions, check_devices, check_variables, show_devices
 from offbeat.deploy.local.devices import inventory
 from offbeat.deploy.local.devices.inventory import Device
-from offbeat.deploy.local.devices.memory import engine_need, learner_need
-from offbeat.deploy.local.devices.model_sizes import sizes_of
+from offbeat.deploy.local.devices.memory import engine_need, learner_need, sizes_of
 from tests.deploy.local.devices.machines import QWEN3_600M
 
 # The model is a folder, so that no hub is asked.

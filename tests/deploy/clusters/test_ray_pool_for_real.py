@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat.common.processes import process_table as processes
-from offbeat.deploy.clusters.ray_cluster.host import Meeting
-from offbeat.deploy.clusters.ray_cluster.pool import RayPool
+from offbeat.deploy.clusters.ray_pool import JoinOptions, RayPool
 
 pytestmark = pytest.mark.extras
 
@@ -63,10 +62,10 @@ def wait_for(claim: Callable[[], bool], what: str) -> None:
 
 def holder() -> Any:
     """Return a holder that starts the script; it is sent to Ray's processes as it stands here."""
-    from offbeat.deploy.clusters.ray_cluster import host as ray_host
+    from offbeat.deploy.clusters import ray_pool as ray_host
 
     class Holder(ray_host.Host):
-        def __init__(self, name: str, meeting: Meeting) -> None:
+        def __init__(self, name: str, meeting: JoinOptions) -> None:
             import os
             import sys
 
@@ -79,8 +78,8 @@ def holder() -> Any:
 def test_actors_start_wait_for_room_leave_and_leave_nothing_behind(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.deploy.clusters.ray_cluster.pool.ANSWER_S", 1.0)
-    meeting = Meeting("tcp://learner:5700", "the secret key", "the learner's")
+    monkeypatch.setattr("offbeat.deploy.clusters.ray_pool.ANSWER_S", 1.0)
+    meeting = JoinOptions("tcp://learner:5700", "the secret key", "the learner's")
     pool = RayPool(meeting, 0, holder())
     assert pool.running() == []
     pool.start(3)

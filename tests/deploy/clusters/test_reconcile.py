@@ -9,8 +9,7 @@ import pytest
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.reconcile import LONGEST_WAIT_S, Needed, Starts, follow, needed, reconcile
+from offbeat.deploy.clusters.pool import LONGEST_WAIT_S, Instance, Needed, PoolError, StartBackoff, follow, needed, reconcile
 from offbeat.protocols.messages import MemberStatus, StatusReport
 from tests.deploy.operating.operator_desk import REPORT
 
@@ -69,7 +68,7 @@ def test_actor_that_the_run_does_not_trust_is_released_before_newer_ones() -> No
 
 
 def test_pool_follows_the_learner_up_and_down() -> None:
-    pool, starts = ListedPool(), Starts()
+    pool, starts = ListedPool(), StartBackoff()
     follow(pool, report(3), starts)
     follow(pool, report(1, "p-0", "p-1", "p-2"), starts)
     assert [instance.name for instance in pool.instances] == ["p-0"]
@@ -77,7 +76,7 @@ def test_pool_follows_the_learner_up_and_down() -> None:
 
 def test_learner_that_cannot_tell_a_number_is_named() -> None:
     with pytest.raises(PoolError, match="same release"):
-        follow(ListedPool([OLD]), report(None), Starts())
+        follow(ListedPool([OLD]), report(None), StartBackoff())
 
 
 class Clock:
@@ -95,7 +94,7 @@ def test_actors_that_end_before_they_join_are_started_less_and_less_often(
     lives_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool, clock = ListedPool(), Clock()
-    starts, started_at = Starts(interval_s=5.0, clock=clock), list[float]()
+    starts, started_at = StartBackoff(interval_s=5.0, clock=clock), list[float]()
     while clock.now < 2000.0:
         before = pool.num_started
         follow(pool, report(1), starts)
@@ -113,7 +112,7 @@ def test_actors_that_end_before_they_join_are_started_less_and_less_often(
 
 
 def test_actor_that_ends_after_it_joined_is_replaced_at_once() -> None:
-    pool, starts = ListedPool(), Starts(clock=Clock())
+    pool, starts = ListedPool(), StartBackoff(clock=Clock())
     for _ in range(3):
         follow(pool, report(1), starts)
         follow(pool, report(1, pool.instances[0].name), starts)
@@ -125,7 +124,7 @@ def test_actor_that_ends_after_it_joined_is_replaced_at_once() -> None:
 
 
 def test_actors_that_were_asked_to_leave_before_they_joined_are_no_failures() -> None:
-    pool, starts = ListedPool(), Starts(clock=Clock())
+    pool, starts = ListedPool(), StartBackoff(clock=Clock())
     for wanted in (3, 0, 2):
         follow(pool, report(wanted), starts)
     assert pool.num_started == 5
@@ -133,7 +132,7 @@ def test_actors_that_were_asked_to_leave_before_they_joined_are_no_failures() ->
 
 def test_run_that_an_actor_has_joined_begins_with_short_waits_again() -> None:
     pool, clock = ListedPool(), Clock()
-    starts = Starts(interval_s=5.0, clock=clock)
+    starts = StartBackoff(interval_s=5.0, clock=clock)
     for _ in range(8):
         follow(pool, report(1), starts)
         pool.instances, clock.now = [], clock.now + 1000.0

@@ -9,7 +9,7 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import ActorSection, Config
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.slurm.pool import ACTORS_SCRIPT, SlurmPool, notice_warning, open_pool, parse_queue
+from offbeat.deploy.clusters.slurm import ACTORS_SCRIPT, SlurmPool, notice_warning, open_pool, parse_queue
 
 QUEUE = """\
 12 3 PENDING (null)
@@ -72,7 +72,7 @@ def test_command_that_fails_or_hangs_is_an_error_with_its_words(
     fake(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition specified: spot' >&2; exit 1", monkeypatch)
     with pytest.raises(PoolError, match=r"`sbatch --array=0-2 .*actors\.sbatch` failed: .*invalid partition"):
         pool.start(3)
-    monkeypatch.setattr("offbeat.deploy.clusters.slurm.pool.COMMAND_S", 0.2)
+    monkeypatch.setattr("offbeat.deploy.clusters.slurm.COMMAND_S", 0.2)
     fake(tmp_path, "squeue", "exec sleep 60", monkeypatch)
     with pytest.raises(PoolError, match=r"squeue .* has not ended within 0\.2 s"):
         pool.running()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.clusters.slurm.pool import ACTORS_SCRIPT, SlurmPool
+from offbeat.deploy.clusters.slurm import ACTORS_SCRIPT, SlurmPool
 from tests.deploy.slurm_cluster import START_S, Slurm, missing_programs, slurm_in
 
 pytestmark = [

@@ -12,9 +12,8 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local import launcher
-from offbeat.deploy.local.device_turns import DeviceTurns
-from offbeat.deploy.local.devices.model_sizes import sizes_of
-from offbeat.deploy.local.devices.plan import Plan, make_plan
+from offbeat.deploy.local.devices.memory import sizes_of
+from offbeat.deploy.local.devices.plan import DevicePlan, DeviceTurns, make_plan
 from offbeat.deploy.local.launcher import Launcher
 from offbeat.deploy.local.starts import FreshStarts
 from offbeat.learner.policy import process_group
@@ -45,7 +44,7 @@ while not (folder / "end").exists():
 '''
 
 
-def planned(*overrides: str, gpus: int) -> tuple[Config, Plan]:
+def planned(*overrides: str, gpus: int) -> tuple[Config, DevicePlan]:
     settings = ["model.path=m", "task.train_data=d", "train.activation_checkpointing=true", "hub.address=tcp://127.0.0.1:0"]
     config = load(None, [*settings, *overrides])
     return config, make_plan(config, machine(gpus, 48), sizes_of(QWEN3_600M))

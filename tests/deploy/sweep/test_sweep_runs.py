@@ -20,7 +20,7 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.loading import load
 from offbeat.deploy.cli import sweep as sweep_command
 from offbeat.deploy.cli.main import make_app
-from offbeat.deploy.local.folder_lock import FolderBusyError, alone_in
+from offbeat.deploy.local.jobs import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
 from offbeat.deploy.sweep.cells import Cell, render_job_array
 from offbeat.deploy.sweep.places import Place

@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offbeat.common.settings.config import Config, ModelSection, TrainSection
-from offbeat.deploy.local.devices.memory import learner_need
-from offbeat.deploy.local.devices.model_sizes import sizes_of
+from offbeat.deploy.local.devices.memory import learner_need, sizes_of
 from offbeat.learner.policy import packed_attention
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from offbeat.common.settings.config import Config, ModelSection, TrainSection
-from offbeat.deploy.local.devices.memory import learner_need
-from offbeat.deploy.local.devices.model_sizes import ModelSizes, model_sizes, sizes_of
+from offbeat.deploy.local.devices.memory import ModelSizes, learner_need, model_sizes, sizes_of
 from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 from tests.deploy.local.devices.machines import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 

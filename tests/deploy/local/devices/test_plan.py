@@ -8,9 +8,8 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.devices.memory import engine_need, learner_need
-from offbeat.deploy.local.devices.model_sizes import ModelSizes, sizes_of
-from offbeat.deploy.local.devices.plan import Plan, make_plan
+from offbeat.deploy.local.devices.memory import ModelSizes, engine_need, learner_need, sizes_of
+from offbeat.deploy.local.devices.plan import DevicePlan, make_plan
 from tests.deploy.local.devices.machines import GIB, QWEN3_8B, QWEN3_600M, TINY, machine
 
 ROOT = Path(__file__).parents[4]
@@ -34,11 +33,11 @@ def sizes_for(config: Config) -> ModelSizes:
     return SIZES.get(config.model.path, sizes_of(TINY))
 
 
-def planned(*overrides: str, gpus: int, gib: float = 80.0, sizes: ModelSizes | None = SIZES["Qwen/Qwen3-0.6B"]) -> Plan:
+def planned(*overrides: str, gpus: int, gib: float = 80.0, sizes: ModelSizes | None = SIZES["Qwen/Qwen3-0.6B"]) -> DevicePlan:
     return make_plan(load(None, [*BASE, *overrides]), machine(gpus, gib), sizes)
 
 
-def assert_that_it_fits(plan: Plan, config: Config, sizes: ModelSizes) -> None:
+def assert_that_it_fits(plan: DevicePlan, config: Config, sizes: ModelSizes) -> None:
     """The sums of each GPU stay within it, and each actor has room for its model."""
     option = config.actor.engine_options.get("gpu_memory_utilization", 0.92)
     for index, gpu in enumerate(plan.gpus):

@@ -10,8 +10,7 @@ import pytest
 
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.quickstart.calculator import Calculator
-from offbeat.deploy.local.quickstart.prepared import ensure, expand, prepared_folder, quickstart_folder
-from offbeat.deploy.local.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, expand, prepared_folder, quickstart_folder
 from offbeat.deploy.local.quickstart.reversal import Reversal, answers
 
 SMALL = Recipe(Reversal(), warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
@@ -71,7 +70,7 @@ def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("offbeat.deploy.local.quickstart.recipes.warm_start", fail)
+    monkeypatch.setattr("offbeat.deploy.local.quickstart.prepared.warm_start", fail)
     with pytest.raises(OSError, match="disk full"):
         ensure(tmp_path / "folder", SMALL)
     assert list(tmp_path.iterdir()) == []

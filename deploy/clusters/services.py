@@ -1,4 +1,7 @@
-"""The fleet: the actors that a cluster starts and ends, all with one key."""
+"""The services of a run on a cluster, which ends them and starts them again: the fleet of actors, and a learner that moves.
+
+The actors share one name and one key. The learner pauses when it is asked to end, and goes on where it was.
+"""
 
 import math
 
@@ -19,3 +22,15 @@ def leave_s(config: Config) -> int:
 def notice_s(config: Config) -> int:
     """Return the seconds between the signal that asks an actor to leave and the one that kills it."""
     return leave_s(config) + MARGIN_S
+
+
+NOTICE_S = 300
+"""Seconds that a cluster gives the learner between SIGTERM and its end."""
+LEARNER_MARGIN_S = 15
+"""Seconds of them in which the process ends."""
+
+
+def moving_settings(config: Config) -> list[str]:
+    """Return the settings by which one command begins a run and goes on with it; the user's `run.grace_s` stays."""
+    grace = [] if config.run.grace_s is not None else [f"run.grace_s={NOTICE_S - LEARNER_MARGIN_S}"]
+    return ["run.resume=auto", *grace]

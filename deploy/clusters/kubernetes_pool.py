@@ -17,8 +17,8 @@ import msgspec
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
-from offbeat.deploy.clusters.fleet import FLEET
 from offbeat.deploy.clusters.pool import Instance, PoolError
+from offbeat.deploy.clusters.services import FLEET
 from offbeat.protocols.text import plain
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -1,16 +1,22 @@
-"""Runs a list of jobs in their order, several at a time, until all are done or a signal asks to stop."""
+"""Jobs of a sweep or a study: run in their order, several at a time, in a folder that is locked for one program."""
 
+import contextlib
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
 
 LOOK_S = 1.0
 """Longest time between two looks at whether to stop."""
-
+LOCK_FILE = ".lock"
+LOCK_LOOK_S = 0.1
+"""Seconds between two tries to get a lock that another program holds."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -46,3 +52,28 @@ def run_jobs(
             number += 1
             left_s = (time.monotonic() - began) / number * (len(jobs) - number)
             yield Done(running.pop(future), future.result(), number, f"; about {duration(left_s)} left" if left_s else "")
+
+
+class FolderBusyError(SettingError):
+    """Another program works in the folder."""
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, *, name: str = LOCK_FILE, wait_s: float = 0.0) -> Iterator[None]:
+    """Lock the folder by a file of this name, and make the folder if need be. The kernel frees the lock of a dead process.
+
+    Waits for: the end of another program's lock, `wait_s` seconds. Raises `FolderBusyError` when it still holds then.
+    """
+    deadline = time.monotonic() + wait_s
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    problem = "another sweep or study is running there"
+                    raise FolderBusyError("--out", str(folder), problem, "Wait for its end, or stop it.") from error
+            time.sleep(LOCK_LOOK_S)
+        yield

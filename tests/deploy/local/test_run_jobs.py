@@ -1,4 +1,4 @@
-"""Claims about `deploy.jobs`: every job runs once, in order, no more at a time than asked for, and a stop loses none."""
+"""Claims about `deploy.local.jobs`: every job runs once, in order, no more at a time than asked for, and a stop loses none."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.deploy.jobs import run_jobs
+from offbeat.deploy.local.jobs import run_jobs
 
 
 @given(num_jobs=st.integers(0, 12), num_at_once=st.integers(1, 4))

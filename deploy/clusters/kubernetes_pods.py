@@ -14,13 +14,12 @@ from offbeat.deploy.clusters.container import (
     PAGE_PORT,
     RUNS,
     USER,
+    Document,
     actor_command,
     learner_command,
     run_folder,
 )
-from offbeat.deploy.clusters.fleet import FLEET, notice_s
-from offbeat.deploy.clusters.moving_learner import NOTICE_S
-from offbeat.deploy.clusters.yaml_files import Document
+from offbeat.deploy.clusters.services import FLEET, NOTICE_S, notice_s
 
 GPU = "nvidia.com/gpu"
 LABELS = {
@@ -33,7 +32,6 @@ CLAIM = "runs"
 RECONCILER = "reconciler"
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Folder in which programs look for the account that they may use the cluster with."""
-
 STARTING_S = 1800
 """Longest time in which a service starts: it downloads and loads a model, and compiles."""
 PERIOD_S = 10

@@ -1,35 +1,104 @@
-"""A pool of actors on Ray: objects of Ray with names, each of which holds an actor's process on a node of the cluster.
+"""A pool of actors on Ray: objects of Ray with names, each of which holds an actor's process on a node and ends with it.
 
 The cluster is the pool's only memory: the objects are detached from the process that made them, and a pool that is opened again
 finds them by the run's namespace.
 """
 
 import logging
+import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import PARENT_VARIABLE
 from offbeat.common.settings.config import Config
-from offbeat.deploy.clusters.fleet import FLEET
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.ray_cluster.host import Host, Meeting
+from offbeat.deploy.clusters.services import FLEET
 from offbeat.protocols.addresses import is_loopback
 from offbeat.protocols.text import plain
 
 logger = logging.getLogger(__name__)
 
+PROGRAM = (sys.executable, "-m", "offbeat.deploy.cli.main")
+"""The command `offbeat` of the node's environment, as the node itself knows it."""
 ANSWER_S = 5.0
 """Longest wait for the objects of Ray to tell their states; those that wait for a node do not answer."""
+
+
+class JoinOptions(NamedTuple):
+    """The learner as an actor on another machine gets to know it."""
+
+    address: str
+    """The learner's `tcp://HOST:PORT`, or the file that tells it."""
+    key: str | None
+    """The actors' secret key; None where the run has no keys."""
+    learner_key: str | None
+    """The learner's public key."""
+
+
+class Host:
+    """The holder of one actor's process: Ray gives it a node with room, and takes the room back when the process has ended."""
+
+    def __init__(self, name: str, meeting: JoinOptions) -> None:
+        command = [*PROGRAM, "actor", "--join", meeting.address, f"actor.name={name}"]
+        files: list[int] = []
+        for option, key in (("--key", meeting.key), ("--learner-key", meeting.learner_key)):
+            if key is not None:
+                files.append(_in_memory(key))
+                command += [option, f"/proc/self/fd/{files[-1]}"]
+        self._is_leaving = False
+        # Ray kills its own processes when a node is drained; the actor's goes with them.
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+        self._process = subprocess.Popen(command, env=environment, process_group=0, pass_fds=files)
+        for file in files:
+            os.close(file)
+        self._watcher = threading.Thread(target=self._watch, name="actor-end", daemon=True)
+        self._watcher.start()
+
+    def state(self) -> Literal["working", "leaving"]:
+        """Return what the actor was asked to do."""
+        return "leaving" if self._is_leaving else "working"
+
+    def leave(self) -> None:
+        """Send SIGTERM; a second one would hurry the actor."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """End this object, and its process of Ray. Ray allows that inside of a call only."""
+        import ray  # pyright: ignore[reportMissingImports]
+
+        ray.actor.exit_actor()
+
+    def _watch(self) -> None:
+        """Ask for the end of this object. Waits for: the actor's process. Unblocked by: its end."""
+        import ray  # pyright: ignore[reportMissingImports]
+
+        status = self._process.wait()
+        print(f"the actor has ended with status {status}", flush=True)
+        ray.get_runtime_context().current_actor.end.remote()
+
+
+def _in_memory(text: str) -> int:
+    """Return the descriptor of a file with this text that nobody else can open, and that is gone when its users are."""
+    descriptor = os.memfd_create("key")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, text.encode())
+    return descriptor
 
 
 class RayPool:
     """The actors of one run on Ray."""
 
-    def __init__(self, meeting: Meeting, num_gpus: int, holder: type[Host] = Host) -> None:
+    def __init__(self, meeting: JoinOptions, num_gpus: int, holder: type[Host] = Host) -> None:
         """Use the cluster and the namespace that this process is connected to. Each actor gets `num_gpus`, and one CPU."""
         import ray  # pyright: ignore[reportMissingImports]
 
@@ -119,16 +188,16 @@ def num_gpus(config: Config, resources: dict[str, float]) -> int:
     return parts if resources.get("GPU") else 0
 
 
-def _meeting(config: Config) -> Meeting:
+def _meeting(config: Config) -> JoinOptions:
     """Return the learner's address and the text of the keys, which nodes without a shared file system could not read."""
     hub = config.hub
     if not hub.key:
-        return Meeting(hub.address, None, None)
+        return JoinOptions(hub.address, None, None)
     path = Path(hub.key.replace("{name}", FLEET))
     if not path.exists():
         cure = f"Make it: offbeat keygen {path.parent} '{FLEET}-*'"
         raise SettingError("hub.key", hub.key, f"there is no {path}, the key that all actors of a pool share", cure)
-    return Meeting(hub.address, path.read_text(), Path(hub.learner_key).read_text())
+    return JoinOptions(hub.address, path.read_text(), Path(hub.learner_key).read_text())
 
 
 @contextmanager

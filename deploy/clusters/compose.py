@@ -20,15 +20,15 @@ from offbeat.deploy.clusters.container import (
     RUNS,
     USER,
     WORK,
+    Document,
     actor_command,
     container_settings,
     fleet_keys,
     learner_command,
     run_folder,
+    write_yaml,
 )
-from offbeat.deploy.clusters.fleet import FLEET, notice_s
-from offbeat.deploy.clusters.moving_learner import NOTICE_S
-from offbeat.deploy.clusters.yaml_files import Document, write_yaml
+from offbeat.deploy.clusters.services import FLEET, NOTICE_S, notice_s
 
 logger = logging.getLogger(__name__)
 

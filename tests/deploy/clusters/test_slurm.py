@@ -10,7 +10,7 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.deploy.cli.arguments import load_config
-from offbeat.deploy.clusters.slurm.files import ACTORS_SCRIPT, LEARNER_SCRIPT, write_scripts
+from offbeat.deploy.clusters.slurm import ACTORS_SCRIPT, LEARNER_SCRIPT, write_scripts
 from offbeat.deploy.local.keygen import make_keys
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.keys import AllowList, Sender, read_key_pair

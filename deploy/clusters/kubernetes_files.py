@@ -32,12 +32,13 @@ from offbeat.deploy.clusters.container import (
     PAGE_PORT,
     PULL_PORT,
     WORK,
+    Document,
     container_settings,
     fleet_keys,
     run_folder,
+    write_yaml,
 )
-from offbeat.deploy.clusters.fleet import FLEET
-from offbeat.deploy.clusters.kubernetes.pods import (
+from offbeat.deploy.clusters.kubernetes_pods import (
     ACTOR_SECRET,
     ALLOWED_MAP,
     CLAIM,
@@ -49,7 +50,7 @@ from offbeat.deploy.clusters.kubernetes.pods import (
     actor_pod,
     learner_pod,
 )
-from offbeat.deploy.clusters.yaml_files import Document, write_yaml
+from offbeat.deploy.clusters.services import FLEET
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""Actors and learner as containers of one machine."""

@@ -1,1 +1,0 @@
-"""Actors as tasks of a Ray cluster."""
