@@ -36,16 +36,16 @@ class RunSection(Section, frozen=True):
     dir: str = "runs/{time}"
     """Folder for the run's metrics, checkpoints, report and model. `{time}` is replaced by the start time."""
     resume: bool | Literal["auto"] = False
-    """Continue the run in `run.dir` from its newest checkpoint and its rollout log. auto: continue it if there is one, else
-    begin it, for a learner that a scheduler starts again."""
+    """Continue the run in `run.dir` from its newest checkpoint and its rollout log. auto: continue it if there is one,
+    otherwise start it; for a learner that a scheduler restarts."""
     mirror: str = ""
-    """Folder in object storage, such as `s3://bucket/run` (with the package s3fs), or any other that fsspec knows, to which a
-    thread of the learner copies closed log segments, checkpoints, metrics, settings and the model. A learner with `run.resume`
-    whose folder is empty fetches the newest checkpoint, the best one, and the log. Empty: no mirror."""
+    """Folder to which a thread of the learner copies closed log segments, checkpoints, metrics, settings and the model: object
+    storage such as `s3://bucket/run` (with the package s3fs), or any other address that fsspec knows. A learner with
+    `run.resume` and an empty folder downloads the newest checkpoint, the best one, and the log from it. Empty: no mirror."""
     grace_s: PositiveFloat | None = None
-    """Time between SIGTERM and the end by force that the learner's machine gives it, in seconds. With it a learner that gets
-    SIGTERM pauses the run: it finishes its step, writes a checkpoint if that fits the time, lets the actors wait for the next
-    learner, and ends with status 143. none: SIGTERM ends the run, as Ctrl-C does."""
+    """Time that the learner's machine leaves between SIGTERM and SIGKILL, in seconds. If it is set, SIGTERM pauses the run: the
+    learner finishes its step, writes a checkpoint if there is time, lets the actors wait for the next learner, and exits with
+    status 143. none: SIGTERM ends the run like Ctrl-C."""
     seed: NonNegativeInt = 0
     """Seed for the order of prompts and for the learner's random numbers."""
 
@@ -70,25 +70,25 @@ class TaskSection(Section, frozen=True):
     split (docs/own_code.md), or generators of reasoning-gym, such as `reasoning-gym:chain_sum?size=2000` (docs/data.md).
     Required."""
     train_split: str = "train"
-    """Split of the training folder or dataset, which a function is called with. Ignored for a file."""
+    """Split of the training folder or dataset; it is passed to a function. Ignored for a file."""
     appended_data: Literal["refuse", "allow"] = "refuse"
-    """Treatment of rows that were added to the end of the training data when a run is resumed. refuse: the learner does not
-    start. allow: they join at the next pass over the data, if the rows before them are as they were."""
+    """Treatment of rows that were added to the end of the training data before a run is resumed. refuse: the learner does not
+    start. allow: they join at the next pass over the data, if the earlier rows are unchanged."""
     eval_data: str | dict[str, str] = ""
     """Held-out prompts for evaluation, given as for `task.train_data`, or a table of named sets. Empty: no evaluation."""
     eval_split: str = "test"
-    """Split of the evaluation folder or dataset, which a function is called with. Ignored for a file."""
+    """Split of the evaluation folder or dataset; it is passed to a function. Ignored for a file."""
     prompt_field: str = "prompt"
     """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `task.chat_template`."""
     task_field: str = ""
     """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
-    `reward_by_task/NAME`. Empty: tasks are not told apart."""
+    `reward_by_task/NAME`. Empty: no statistics per task."""
     curriculum: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own curriculum as `module:function`: after each batch it sees the results of each task (`task.task_field`) so far,
+    """Your own curriculum as `module:function`. After each batch it gets the results of each task (`task.task_field`) so far,
     and returns a weight for each: docs/data.md. Empty: every prompt is leased in each pass over the data."""
     image_field: str = ""
     """Name of the field that holds the images of a row's prompt: a path, or a list of paths, relative to the data's folder. The
-    prompt has `<image>` in place of each image: docs/images.md. Empty: prompts are text alone."""
+    prompt has `<image>` in place of each image: docs/images.md. Empty: prompts are text only."""
     weight_field: str = ""
     """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
     1."""
@@ -109,9 +109,8 @@ class TaskSection(Section, frozen=True):
     """Treatment of rows whose prompt exceeds `task.max_prompt_tokens`. error: the learner refuses to start. drop: the rows are
     left out."""
     environment: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own environment as `module:function`: an async function that plays one episode, in which the model is sampled
-    several times and reads what the function adds, and returns its reward: docs/environments.md. Empty: one completion, which
-    `task.reward` judges."""
+    """Your own environment as `module:function`: an async function that plays one episode of several turns and returns its
+    reward: docs/environments.md. Empty: each episode is one completion, which `task.reward` judges."""
     reward: RewardName = "exact_match"
     """Reward function: a built-in one (`exact_match`, `math_answer`, `reasoning_gym`), or your own as `module:function`. It may
     be plain or async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
@@ -122,37 +121,37 @@ class TaskSection(Section, frozen=True):
     """Time limit for one call of the reward function, in seconds; for a plain function of one completion, for the calls of a
     group together."""
     reward_retry_s: NonNegativeFloat = 600.0
-    """Time for which a group is kept and tried again, with back-off, while its reward cannot be had: a time limit, a lost
-    connection, HTTP 429 or 5xx, or `RewardUnavailable`. In seconds. Leases that wait for it get this much more time. 0: such a
-    group counts as failed at once. With `task.environment` an episode that fails for such a cause is played again for this
-    long."""
+    """How long to keep retrying a group whose reward is temporarily unavailable (a time limit, a lost connection, HTTP 429 or
+    5xx, or `RewardUnavailable`), with back-off, in seconds. Its lease is extended by this time. 0: such a group fails at once.
+    With `task.environment`, how long to keep replaying an episode that fails for such a reason."""
 
 
 class EnvironmentSection(Section, frozen=True):
     """Limits on episodes, where `task.environment` names a function."""
 
     workers: PositiveInt = 1
-    """Number of processes that run the function, in each actor. One plays hundreds of episodes that wait; more help where the
+    """Number of processes that run the function, in each actor. One process plays hundreds of waiting episodes; use more if the
     function computes."""
     turn_timeout_s: PositiveFloat = 60.0
-    """Longest time that the function takes before its first turn, between two turns, and after the last, in seconds."""
+    """Time limit for your function's own work before its first turn, between two turns, and after the last, in seconds."""
     episode_timeout_s: PositiveFloat = 300.0
-    """Longest time of an episode, sampling included, in seconds."""
+    """Time limit for an episode, sampling included, in seconds."""
     close_timeout_s: PositiveFloat = 10.0
-    """Time in which a cancelled episode must end, in seconds. After it the process that plays it is killed."""
+    """Time within which a cancelled episode must end, in seconds. After that its process is killed."""
     max_retries: NonNegativeInt = 2
-    """Number of times that an episode is played again after a time limit or a lost process. After them its lease has failed. A
-    failure that may pass is another matter: `task.reward_retry_s`."""
+    """Number of times that an episode is played again after a time limit or a lost process. After that its lease fails.
+    Temporary failures of services have their own limit, `task.reward_retry_s`."""
     tool_parser: str = ""
-    """vLLM's name for the form in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
-    are text, and call no tools. On a machine with a GPU each process imports vLLM for it: some 8 s, and half a gigabyte."""
+    """vLLM's name for the format in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
+    are text and call no tools. On a machine with a GPU each environment process imports vLLM for it, which takes about 8 s and
+    half a gigabyte."""
     sampling: Literal["refuse", "override"] = "refuse"
-    """Treatment of requests to `chat.url` with fields that would change what is sampled: another temperature than
+    """Treatment of requests to `chat.url` with fields that would change the sampling distribution: a temperature other than
     `rollout.temperature`, penalties, a grammar, stop strings. refuse: the agent gets an error. override: such fields are
     ignored, and the requests counted (`reward_part/overridden_requests`)."""
     reasoning_parser: str = ""
-    """vLLM's name for the form in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays in
-    the text of a turn."""
+    """vLLM's name for the format in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays
+    in the text of a turn."""
 
 
 class JudgeSection(Section, frozen=True):
@@ -167,23 +166,23 @@ class JudgeSection(Section, frozen=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further fields of each request, for example `{max_tokens = 512}`. `temperature` is 0 unless given."""
     max_concurrent: PositiveInt = 32
-    """Maximum number of requests at the same time, of each actor. Its reward or environment processes get equal shares."""
+    """Maximum number of requests at the same time, per actor. Its reward or environment processes get equal shares."""
     requests_per_minute: PositiveFloat | None = None
-    """Maximum number of requests in a minute, repeated ones included, of all processes of an actor together. none: no bound."""
+    """Maximum number of requests per minute, repeated ones included, of all processes of an actor together. none: no limit."""
     timeout_s: PositiveFloat = 20.0
-    """Time limit of a request, in seconds. A request that would wait longer than half of it for its turn under
-    `judge.requests_per_minute` is put off."""
+    """Time limit of a request, in seconds. A request that would wait longer than half of it because of
+    `judge.requests_per_minute` is postponed."""
     max_retries: NonNegativeInt = 3
     """Number of times that a request is repeated, with back-off, after no answer, HTTP 408, 425, 429 or 5xx, or an unusable
-    answer. After them the judge counts as unavailable: completions keep waiting for their rewards, and episodes are played
+    answer. After that the judge counts as unavailable: completions keep waiting for their rewards, and episodes are played
     again."""
     budget_tokens: PositiveInt | None = None
-    """Number of tokens, of requests and answers, after which the run ends, over all actors and restarts. none: no bound."""
+    """Number of tokens, of requests and answers, after which the run ends, over all actors and restarts. none: no limit."""
     cache: str = ""
-    """Folder in which answers are kept, for any number of processes and runs: the same request at temperature 0 is then not
-    sent again. Prompts are not written there, answers are. Empty: no cache."""
+    """Folder in which answers are cached, for any number of processes and runs: the same request at temperature 0 is then not
+    sent again. The cache stores answers, not prompts. Empty: no cache."""
     cache_mb: PositiveInt = 1024
-    """Size of the answers in the cache above which the oldest are deleted, in MB."""
+    """Maximum size of the answers in the cache, in MB; the oldest are deleted first."""
 
 
 class RolloutSection(Section, frozen=True):
@@ -203,8 +202,8 @@ class RolloutSection(Section, frozen=True):
     min_p: float = 0.0
     """Cannot be changed: every value but 0 is refused, for the reason given at `rollout.top_p`."""
     lease_timeout_s: PositiveFloat = 600.0
-    """Time an actor has to return the group of a lease, in seconds. After it the lease expires and its prompt is leased
-    again."""
+    """Time an actor has to return the group of a lease, in seconds. After that the lease expires and the prompt is
+    re-queued."""
     max_lease_attempts: PositiveInt = 3
     """Number of failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor do not count."""
 
@@ -213,15 +212,14 @@ class StalenessSection(Section, frozen=True):
     """Bounds on the policy lag: the number of optimizer steps between sampling a group and training on it."""
 
     max_staleness: NonNegativeInt = 4
-    """Maximum policy lag for which work is admitted, in optimizer steps: the learner grants no lease whose group, trained in
-    its turn, would exceed it. 0: synchronous, on-policy training. `max_off_policy_steps` is another name for this setting."""
+    """Staleness bound, in optimizer steps: the learner only hands out work that would still be within this policy lag when its
+    turn to be trained comes. 0: synchronous, on-policy training. `max_off_policy_steps` is another name for this setting."""
     staleness_policy: Literal["gate", "drop", "abort"] = "gate"
-    """Treatment of a group that exceeds `staleness.max_staleness` although it was admitted. gate: train on it and count it.
-    drop: drop it when its turn comes and lease its prompt again. abort: like drop, and also cancel generation that is past the
-    bound."""
+    """Treatment of a group that exceeds `staleness.max_staleness` anyway. gate: train on it and count it. drop: discard it when
+    its turn comes and re-queue its prompt. abort: like drop, and also cancel generation that is already too old."""
     hard_max_staleness: NonNegativeInt | None = None
     """Second bound, for `staleness.staleness_policy = "gate"`, in optimizer steps: a group whose lag exceeds it when its turn
-    comes is dropped and its prompt leased again. none: no group is dropped."""
+    comes is dropped and its prompt re-queued. none: no group is dropped."""
     lag_of: Literal["oldest_token", "token_mean", "last_segment"] = "oldest_token"
     """Policy version that counts as a group's version when weights changed during a completion. oldest_token: that of the
     group's oldest token. token_mean: the mean over all tokens. last_segment: the version each completion ended with, the oldest
@@ -232,8 +230,8 @@ class StalenessSection(Section, frozen=True):
     as a negative control."""
     auto: bool = False
     """Adapt `staleness.max_staleness` during the run, for `staleness.staleness_policy = "gate"`. The bound falls while the
-    measured drift is large against the noise floor. It rises, up to `staleness.hard_max_staleness`, while the drift is small
-    and the bound keeps actors from work that the learner waits for."""
+    measured drift is large compared with the noise floor. It rises, up to `staleness.hard_max_staleness`, while the drift is
+    small and the learner waits for rollouts because of the bound."""
 
 
 class HubSection(Section, frozen=True):
@@ -241,11 +239,11 @@ class HubSection(Section, frozen=True):
 
     address: str = "tcp://127.0.0.1:5700"
     """Address at which actors reach the learner, as `tcp://HOST:PORT`; `offbeat train` replaces port 0 with a free port. For a
-    learner that may move, `file:PATH`: it writes the address that it has bound into this file, which all machines must see, and
-    actors read it whenever they look for the learner."""
+    learner that may move, `file:PATH`: the learner writes its address into this file, which all machines must see, and actors
+    read it whenever they look for the learner."""
     bind: str = ""
-    """Address that the learner binds, such as `tcp://*:5700`. Empty: `hub.address`. Required where that is a file; port 0 there
-    is any free port, and for `*` the file names this machine by its host name."""
+    """Address that the learner binds, such as `tcp://*:5700`. Empty: `hub.address`. Required if `hub.address` is a file. Port 0
+    is any free port; for `*` the file contains the machine's host name."""
     key: str = ""
     """This service's secret key file, made by `offbeat keygen`; `{name}` is replaced by the service's name. Empty: no keys, and
     the hub binds to loopback only."""
@@ -259,7 +257,7 @@ class HubSection(Section, frozen=True):
     heartbeat_s: PositiveFloat = 1.0
     """Time between two heartbeats of an actor, in seconds."""
     dead_after_s: PositiveFloat = 15.0
-    """Silence after which a peer counts as dead, in seconds. A dead actor's leases go to others."""
+    """Time without a message after which a peer counts as dead, in seconds. A dead actor's leases go to others."""
     max_message_mb: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Maximum size of a message, in MB; larger messages are not received."""
 
@@ -268,15 +266,15 @@ class LogSection(Section, frozen=True):
     """The rollout log in `run.dir/log`: the events of every lease, and every accepted group."""
 
     enabled: bool = True
-    """Write the log. Without it, a restarted learner has its rollouts generated again."""
+    """Write the rollout log. Without it, a restarted learner has its rollouts generated again."""
     fsync: Literal["off", "second", "ack"] = "off"
     """Time at which records are forced to disk. off: never; records survive the death of every process, but not a power
     failure. second: at most once a second. ack: before every acknowledgement."""
     segment_mb: PositiveInt = 64
     """Size at which a segment file is closed, in MB. Segments are deleted as a whole."""
     retain_mb: PositiveInt = 1024
-    """Size above which the oldest segments are deleted, in MB. Segments that the oldest kept checkpoint needs stay, and the
-    learner then writes a checkpoint early."""
+    """Size above which the oldest segments are deleted, in MB. Segments that the oldest kept checkpoint needs are kept; the
+    learner then writes an early checkpoint."""
     min_free_mb: PositiveInt = 64
     """Free disk space below which no lease is granted, in MB."""
 
@@ -285,10 +283,10 @@ class WeightsSection(Section, frozen=True):
     """Transport of weights from the learner to the actors."""
 
     backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
-    """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor fetches
-    each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo; `offbeat
-    train` takes gloo where processes share a GPU. Beside nccl, actors without a GPU of their own pull; without any other actor
-    they take part by gloo."""
+    """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor
+    downloads each version from the learner, encrypted if the hub is. auto: nccl if the learner trains on a GPU, otherwise gloo;
+    `offbeat train` uses gloo if processes share a GPU. With nccl, actors without their own GPU pull; if there are no other
+    actors, all use gloo."""
     port: Port = 0
     """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
     pull_port: Port = 0
@@ -305,13 +303,13 @@ class WeightsSection(Section, frozen=True):
     """Treatment of buffered groups that a quarantined actor sampled after its last good version. drop: drop them. flag: keep
     them, and list them in an event of `metrics.jsonl`."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob between an engine and the learner on the canary prompt, in nats. An actor that
-    exceeds it is quarantined; when every actor exceeds it four times in a row, the run stops with an error. none: limits that
-    follow from the noise of each actor's engine, measured when it joins (docs/reliability.md)."""
+    """Largest allowed difference between an engine's and the learner's log-prob of a token of the canary prompt, in nats. An
+    actor that exceeds it is quarantined; if every actor exceeds it four times in a row, the run stops with an error. none:
+    limits based on the noise of each actor's engine, measured when it joins (docs/reliability.md)."""
     bucket_mb: PositiveInt = 8
     """Size of one broadcast, in MB. 8 to 64 are equally fast with gloo; 64 and more suit nccl."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit for each phase of an update, in seconds. An actor that exceeds it is left out of the update."""
+    """Time limit for each phase of an update, in seconds. An actor that misses it is skipped in the update."""
     interval: PositiveInt = 1
     """Number of optimizer steps between updates."""
 
@@ -323,11 +321,11 @@ class ActorSection(Section, frozen=True):
     """Name of the actor, unique among live actors: letters, digits, `.`, `_`, `@` and `-`. Empty: the host name and the process
     id."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """Inference engine. auto: vLLM where it is installed, else transformers."""
+    """Inference engine. auto: vLLM if it is installed, otherwise transformers."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options passed to the engine unchanged (vLLM: `EngineArgs`; transformers: `ContinuousBatchingConfig`)."""
     max_inflight_groups: Annotated[int, Meta(ge=1, le=1 << 18)] = 16
-    """Maximum number of groups an actor works on at the same time, which is its credit; at most 262144."""
+    """Maximum number of groups that an actor works on at the same time (its credit); at most 262144."""
     on_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
     """Treatment of the KV cache of running completions at a weight update. keep_kv is faster: later tokens attend to keys of
     the older weights, and the recorded behavior log-probs are still those that were sampled from. recompute_kv computes the
@@ -337,16 +335,16 @@ class ActorSection(Section, frozen=True):
     reward_concurrency: PositiveInt = 64
     """Maximum number of calls of an async reward function at the same time, in each actor."""
     reward_calls_per_s: PositiveFloat | None = None
-    """Maximum number of calls of the reward function started in a second, in each actor. none: no bound."""
+    """Maximum number of calls of the reward function started per second, in each actor. none: no limit."""
     reward_batch_size: PositiveInt = 64
-    """Maximum number of completions in one call of a reward function that takes those of any prompts (`samples`)."""
+    """Maximum number of completions per call of a reward function that takes completions of any prompts (`samples`)."""
     leave: Literal["finish", "return"] = "finish"
-    """Treatment of the groups at work when SIGTERM or Ctrl-C asks the actor to leave. finish: the actor finishes what it can
-    within `actor.leave_within_s` and gives back the rest. return: it gives back all at once. A second signal ends it without
-    either."""
+    """Treatment of unfinished groups when SIGTERM or Ctrl-C asks the actor to leave. finish: the actor finishes what it can
+    within `actor.leave_within_s` and returns the rest. return: it returns all of them at once. A second signal ends the actor
+    immediately."""
     leave_within_s: PositiveFloat = 20.0
-    """Longest time for which a leaving actor works on, in seconds. It then waits up to `hub.dead_after_s` for the learner to
-    acknowledge what it sent. The notice that your machines get before they are taken away must cover both."""
+    """Maximum time that a leaving actor continues to work, in seconds. It then waits up to `hub.dead_after_s` for the learner
+    to acknowledge what it sent. The notice period of preemptible machines must cover both."""
     connect_timeout_s: NonNegativeFloat = 0.0
     """Time without an answer from the learner after which the actor gives up, in seconds. 0: wait forever, with a message every
     30 s."""
@@ -364,7 +362,8 @@ class EvaluationSection(Section, frozen=True):
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature. 0: greedy decoding."""
     pass_reward: PositiveFloat = 1.0
-    """Reward from which on a completion solves its prompt. pass@k: the share of prompts that any of k completions solves."""
+    """Smallest reward with which a completion solves its prompt. pass@k: the share of prompts that any of k completions
+    solves."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own numbers, as `module:function`. It takes the completions of a finished evaluation and returns numbers by name
     (docs/own_code.md). Empty: no such function."""
@@ -378,20 +377,21 @@ class MetricsSection(Section, frozen=True):
     wandb_project: str = ""
     """Weights & Biases project; needs the `wandb` extra. Empty: off."""
     mlflow_experiment: str = ""
-    """MLflow experiment, made if there is none, on the server or in the database of the environment variable
-    MLFLOW_TRACKING_URI; needs the `mlflow` extra. Empty: off."""
+    """MLflow experiment, on the server or in the database named by the environment variable MLFLOW_TRACKING_URI; created if it
+    does not exist. Needs the `mlflow` extra. Empty: off."""
     trackio_project: str = ""
-    """trackio project, in the local database or where TRACKIO_SERVER_URL or TRACKIO_SPACE_ID say; needs the `trackio` extra.
-    Empty: off."""
+    """trackio project, in the local database or the one named by TRACKIO_SERVER_URL or TRACKIO_SPACE_ID; needs the `trackio`
+    extra. Empty: off."""
     bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = "127.0.0.1:0"
-    """Address, as `HOST:PORT`, of the learner's live page, and of `/metrics`, `/healthz` and `/readyz` for monitors;
-    port 0: a free one, told in the log. Whoever reaches it reads prompts and completions. Empty: no page."""
+    """Address, as `HOST:PORT`, of the learner's live page, and of `/metrics`, `/healthz` and `/readyz` for monitors; port 0 is
+    a free port, which the log names. Anyone who can reach it can read prompts and completions. Empty: no page."""
     actor_bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = ""
-    """Address, as `HOST:PORT`, at which each actor answers `/metrics`, `/healthz` and `/readyz` for monitors. Several actors on
-    one machine take port 0: a free one, told in the log. Empty: none."""
+    """Address, as `HOST:PORT`, at which each actor serves `/metrics`, `/healthz` and `/readyz` for monitors. For several actors
+    on one machine use port 0, a free port, which the log names. Empty: none."""
     callback: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own function, as `module:function`, that is called with each row of `metrics.jsonl` as a dict. It runs beside the
-    learner, cannot slow or end it by an error, and may ask it to stop (docs/callbacks.md). Empty: no such function."""
+    """Your own function, as `module:function`, that is called with each row of `metrics.jsonl` as a dict. It runs in its own
+    process, so its errors cannot slow or end the learner; it may ask the run to stop (docs/callbacks.md). Empty: no such
+    function."""
     routing_interval: NonNegativeInt = 10
     """Number of optimizer steps between measurements of a mixture-of-experts model's routing. 0: never."""
 
@@ -404,14 +404,14 @@ class LaunchSection(Section, frozen=True):
     learner_processes: PositiveInt = 1
     """Number of learner processes (ranks)."""
     learner_gpus: tuple[int, ...] = ()
-    """GPU of each learner process, as an index into `CUDA_VISIBLE_DEVICES` where that is set. Empty: the first GPUs; the CPU
-    where there are none."""
+    """GPU of each learner process, as an index into `CUDA_VISIBLE_DEVICES` if that is set. Empty: the first GPUs, or the CPU if
+    there are none."""
     actor_gpus: tuple[tuple[int, ...], ...] = ()
     """GPUs of each actor, one list per actor, as indices like those of `launch.learner_gpus`. Empty: the GPUs that the learner
-    leaves, or shares of the learner's where it leaves none; `offbeat check` prints the plan."""
+    does not use, or shares of the learner's if it uses all; `offbeat check` prints the plan."""
     max_restarts: NonNegativeInt = 3
-    """Number of times a service that died is started again before the run is stopped. Ten minutes of work restore the full
-    number. 0: never restart."""
+    """Number of times that a dead service is restarted before the run is stopped. Ten minutes of work restore the full number.
+    0: never restart."""
 
 
 class ScaleSection(Section, frozen=True):
@@ -419,16 +419,16 @@ class ScaleSection(Section, frozen=True):
 
     actors: PositiveInt | None = None
     """Number of actors that the launcher or `offbeat reconcile` keeps running; `offbeat scale RUN N` changes it during the run.
-    Actors that you start yourself come on top. none: `launch.num_actors`."""
+    Actors that you start yourself are extra. none: `launch.num_actors`."""
     auto: bool = False
-    """Adapt `scale.actors` during the run. The number grows while the learner waits for rollouts and no actor has room, and
-    falls while lease slots stay empty. Where more actors would not help, an event and `offbeat status` say what would."""
+    """Adapt `scale.actors` during the run. The number grows while the learner waits for rollouts and no actor has capacity, and
+    falls while lease slots stay empty. If more actors would not help, an event and `offbeat status` say what would."""
     min: PositiveInt = 1
     """Smallest number of actors, for `scale.auto`."""
     max: PositiveInt = 8
     """Largest number of actors, for `scale.auto`."""
     max_actor_hours: PositiveFloat | None = None
-    """Sum of all actors' time, in hours, after which `scale.auto` falls to `scale.min`. none: no bound."""
+    """Sum of all actors' time, in hours, after which `scale.auto` falls to `scale.min`. none: no limit."""
 
 
 class Config(Section, frozen=True):

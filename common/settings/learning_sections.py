@@ -69,9 +69,9 @@ class AdvantageSection(Section, frozen=True):
     value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default, critic for ppo and group
     for the others."""
     turns: Literal["sum", "to_go"] = "sum"
-    """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, of the sum of
-    its rewards. to_go: each turn has its own, of the rewards given after it was asked for, above those of the group's other
-    episodes at the same turn."""
+    """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, computed from
+    the sum of its rewards. to_go: each turn has its own, computed from the rewards given after it was requested and compared
+    with the same turn of the group's other episodes."""
     divide_by_std: bool | None = None
     """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
     group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
@@ -247,8 +247,8 @@ class TrainSection(Section, frozen=True):
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
     on_policy_ess: PositiveFraction | None = None
-    """Effective sample size of steps that lag 0, as `ess/sequence_truncated` shows it: 1 where engine and learner agree. The
-    learning rate of a step with a smaller one is scaled by the square root of their ratio (VCPO). none: it is not scaled."""
+    """Effective sample size of steps at lag 0, as `ess/sequence_truncated` shows it: 1 if engine and learner agree. If a step
+    has a smaller one, its learning rate is scaled by the square root of their ratio (VCPO). none: it is not scaled."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW."""
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -256,26 +256,26 @@ class TrainSection(Section, frozen=True):
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in one forward and backward pass, each prompt counted once. A completion that exceeds it is
-    passed alone."""
+    """Maximum number of tokens in one forward and backward pass, each prompt counted once. A completion that exceeds it gets a
+    pass of its own."""
     fp32_head: bool = False
     """Compute the logits in float32, from float32 copies of the output head's input and weights, whatever `model.dtype` is."""
     sequence_parallel_size: PositiveInt = 1
     """Number of neighboring learner processes that share each forward and backward pass, for sequences too long for one GPU
-    (Ulysses). Each holds that part of a pass's tokens, and attends with that part of the heads. It divides
-    `launch.learner_processes` and the model's number of heads, and divides the number of key-value heads or is a multiple of
-    it."""
+    (Ulysses). Each process holds its part of a pass's tokens, and computes attention for its part of the heads. The number must
+    divide `launch.learner_processes` and the model's number of heads, and either divide the number of key-value heads or be a
+    multiple of it."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage, from 0 to 3."""
     activation_checkpointing: bool | Literal["offload"] = False
     """Recompute activations in the backward pass: less memory for about a third more computation. offload: also keep the inputs
     of the layers, from which they are recomputed, in the host's memory."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the decoder layers with torch.compile. That takes a GPU, bfloat16, `train.zero_stage` below 3,
-    `train.sequence_parallel_size = 1` and a model without experts. auto: compile where that is so and `loss.anchor` is
-    behavior or interpolated; the others expect equal weights to give equal log-probs with and without gradients."""
+    """Compile the decoder layers with torch.compile. This requires a GPU, bfloat16, `train.zero_stage` below 3,
+    `train.sequence_parallel_size = 1` and a model without experts. auto: compile if these hold and `loss.anchor` is behavior or
+    interpolated; the other anchors need equal log-probs with and without gradients."""
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
-    """DeepSpeed options beside those derived from the settings above."""
+    """DeepSpeed options in addition to those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0
     """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
     needs; a learner that dies then trains again from the first step, on the groups in its log."""
@@ -287,5 +287,5 @@ class TrainSection(Section, frozen=True):
     """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
     s."""
     no_group_timeout_s: NonNegativeFloat | None = None
-    """Time in which actors are connected and no usable group arrives, after which the run stops with an error that gives the
-    reason, in seconds. 0: wait forever. none: 6 times `rollout.lease_timeout_s`."""
+    """Time with connected actors but no usable group after which the run stops with an error that gives the reason, in seconds.
+    0: wait forever. none: 6 times `rollout.lease_timeout_s`."""

@@ -176,7 +176,7 @@ def test_one_setting_is_explained_with_type_default_and_docstring() -> None:
     (row,) = explanations("staleness.max_staleness")
     assert row.type == "a whole number, at least 0"
     assert row.default == "4"
-    assert row.text.startswith("Maximum policy lag")
+    assert row.text.startswith("Staleness bound")
     assert explain("staleness.max_staleness").startswith("staleness.max_staleness = 4   (a whole number, at least 0)\n    ")
 
 
