@@ -23,7 +23,7 @@ from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.functions import is_function
 from offbeat.common.user_code.tools import with_tools
 from offbeat.deploy.checks.findings import Finding, mistake
-from offbeat.learner.leases.data_rows import read_rows
+from offbeat.learner.leases.data_rows import is_json, read_rows
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, Prompt, load_prompts
 
 MUCH_UNKNOWN = 0.1
@@ -47,8 +47,8 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     """Find mistakes in the tokenizer and the data, and show the first prompt as the model will see it."""
     folder = Path(config.model.path)
     try:
-        # A function may import torch itself.
-        hides_torch = not any(is_function(source) for _, source, _ in _local_sources(config))
+        # A function may import torch itself, and `datasets` does where it finds it installed.
+        hides_torch = all(is_json(source) for _, source, _ in _local_sources(config))
         tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch)
     # transformers raises whatever a broken file makes it raise.
     except Exception as error:  # noqa: BLE001

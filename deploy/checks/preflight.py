@@ -56,21 +56,26 @@ from offbeat.deploy.checks.user_functions import (
     check_functions,
     check_learner_functions,
     check_reward,
-    has_learner_functions,
+    learner_functions,
 )
 from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
+_SAY_INTERVAL_S = 5.0
+"""Interval of the line that says which check is still running."""
+_MOST_PATIENCE = 6.0
 
 
 class Apart:
     """A check that runs in a forked process."""
 
-    def __init__(self, name: str, check: Callable[[], Iterable[Finding]]) -> None:
-        """Start the check; `name` says in a warning what was checked."""
+    def __init__(self, name: str, check: Callable[[], Iterable[Finding]], limit_s: float) -> None:
+        """Start the check; `name` is the setting that messages name. A machine with more work than processors has longer."""
         self._name = name
+        self._started = time.monotonic()
+        self._limit_s = limit_s * _patience()
         reader, writer = os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
@@ -83,23 +88,38 @@ class Apart:
         os.close(writer)
         self._reader = reader
 
-    def findings(self, deadline: float) -> list[Finding]:
-        """Return what the check found; a warning where it had not ended at `deadline` (monotonic) or died."""
+    def findings(self) -> list[Finding]:
+        """Return what the check found; a warning where it died, did not work, or had not ended within its time."""
         content = b""
+        said = self._started
         try:
             while True:
-                wait_s = max(0.0, deadline - time.monotonic())
-                if not select.select([self._reader], [], [], wait_s)[0]:
-                    return [Finding("warning", f"{self._name} took too long to check; the run goes on without this check.")]
-                part = os.read(self._reader, _READ_BYTES)
-                if not part:
-                    break
-                content += part
+                now = time.monotonic()
+                ends = self._started + self._limit_s
+                if select.select([self._reader], [], [], max(0.0, min(ends, said + _SAY_INTERVAL_S) - now))[0]:
+                    part = os.read(self._reader, _READ_BYTES)
+                    if not part:
+                        break
+                    content += part
+                elif time.monotonic() >= ends:
+                    cure = "Repeat it with `offbeat check`; a busy machine has more time there."
+                    return [self._unchecked(f"it took longer than {self._limit_s:.0f} s", cure)]
+                else:
+                    said = time.monotonic()
+                    logger.info(
+                        "still checking %s, %.0f s so far, at most %.0f s", self._name, said - self._started, self._limit_s
+                    )
         finally:
             self._end()
         if not content:
-            return [Finding("warning", f"{self._name} could not be checked: the check's process ended.")]
-        return msgspec.json.decode(content, type=list[Finding])
+            return [self._unchecked("the check's process ended", "")]
+        answer = msgspec.json.decode(content, type=_Answer)
+        failed = [] if answer.failure is None else [self._unchecked(answer.failure, "")]
+        return [*answer.findings, *failed]
+
+    def _unchecked(self, reason: str, cure: str) -> Finding:
+        text = f"{self._name} could not be checked ({reason}): its mistakes will only show after the start."
+        return Finding("warning", f"{text} {cure}".strip())
 
     def _end(self) -> None:
         os.close(self._reader)
@@ -109,17 +129,32 @@ class Apart:
         os.waitpid(self._pid, 0)
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    """The result of a check in a forked process."""
+
+    findings: list[Finding]
+    failure: str | None = None
+    """The error that ended the check early."""
+
+
+def _patience() -> float:
+    """Return by how much a check may take longer here: the number of processes that want a processor, for each processor."""
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_PATIENCE)
+
+
 def _run(check: Callable[[], Iterable[Finding]], writer: int, parent: int) -> None:
     """Run a check in the forked process, send what it found, and end the process without any cleaning up."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    findings: list[Finding] = []
+    failure = None
     try:
         die_with_parent(parent)
-        content = msgspec.json.encode(list(check()))
+        findings.extend(check())
     except BaseException as error:  # noqa: BLE001, the user's code runs here, and the fork must end here
-        content = msgspec.json.encode([Finding("warning", f"a check did not work: {one_line(error)}")])
+        failure = one_line(error)
     with os.fdopen(writer, "wb") as stream:
-        stream.write(content)
+        stream.write(msgspec.json.encode(_Answer(findings, failure)))
     os._exit(0)
 
 
@@ -202,8 +237,8 @@ Command = Literal["check", "train", "learner", "actor", "join"]
 Check = Callable[[Config], Iterable[Finding]]
 LOOK_S = 120.0
 """Longest time for the checks that run apart. The quick start takes 3 s; much data takes longer."""
-REWARD_S = 10.0
-"""Longest time for one call of the reward, with the import of its module."""
+REWARD_S = 20.0
+"""Longest time for one call of each function of the user's, with the import of its module."""
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_trackers)
 _ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
@@ -220,7 +255,6 @@ def look(config: Config, command: Command) -> list[str]:
 
     Raises `SettingError` with the mistakes of all checks. What only a hub has is left to the services.
     """
-    started = time.monotonic()
     # The slow ones first: they run beside the others.
     inputs = _start_inputs(config, command)
     functions = _start_functions(config, command)
@@ -228,9 +262,9 @@ def look(config: Config, command: Command) -> list[str]:
     for one in _CHECKS[command]:
         findings += one(config)
     if inputs is not None:
-        findings += inputs.findings(started + LOOK_S)
+        findings += inputs.findings()
     if functions is not None:
-        findings += functions.findings(started + REWARD_S)
+        findings += functions.findings()
     for finding in findings:
         if finding.kind == "warning":
             logger.warning("%s", finding.text)
@@ -257,14 +291,19 @@ def _start_inputs(config: Config, command: Command) -> Apart | None:
     if command not in ("check", "train") or not config.task.train_data:
         return None
     is_local = Path(config.model.path).is_dir()
-    return Apart("task.train_data", partial(check_inputs if is_local else check_rows, config))
+    return Apart("task.train_data", partial(check_inputs if is_local else check_rows, config), LOOK_S)
 
 
 def _start_functions(config: Config, command: Command) -> Apart | None:
-    if command == "learner" and not has_learner_functions(config):
+    if command == "learner" and not learner_functions(config):
         return None
     if command == "learner":
-        return Apart("the learner's functions", partial(check_learner_functions, config))
+        return Apart(", ".join(learner_functions(config)), partial(check_learner_functions, config), REWARD_S)
     if command in ("actor", "join"):
-        return Apart("task.reward", partial(check_reward, config, calls=False))
-    return Apart("your functions", partial(check_functions, config))
+        return Apart(_reward_setting(config), partial(check_reward, config, calls=False), REWARD_S)
+    names = (_reward_setting(config), *learner_functions(config))
+    return Apart(", ".join(names), partial(check_functions, config), REWARD_S)
+
+
+def _reward_setting(config: Config) -> str:
+    return "task.environment" if config.task.environment else "task.reward"

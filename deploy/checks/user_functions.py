@@ -33,18 +33,18 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 """The completion with which the reward is called."""
 
 
-def has_learner_functions(config: Config) -> bool:
-    """Return whether the settings name functions that the learner calls."""
-    loss, callback = config.loss, config.metrics.callback
-    functions = (
-        config.task.curriculum,
-        config.reward.length_penalty,
-        loss.function,
-        config.advantage.function,
-        config.evaluation.function,
-        callback,
-    )
-    return any(functions) or bool(own_functions(loss.correction))
+def learner_functions(config: Config) -> list[str]:
+    """Return the settings that name functions that the learner calls."""
+    functions = {
+        "task.curriculum": config.task.curriculum,
+        "reward.length_penalty": config.reward.length_penalty,
+        "loss.function": config.loss.function,
+        "loss.correction": own_functions(config.loss.correction),
+        "advantage.function": config.advantage.function,
+        "evaluation.function": config.evaluation.function,
+        "metrics.callback": config.metrics.callback,
+    }
+    return [setting for setting, function in functions.items() if function]
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:

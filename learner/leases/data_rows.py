@@ -61,6 +61,14 @@ def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
     return _json_rows(path, setting)
 
 
+def is_json(source: str) -> bool:
+    """Return whether `read_rows` reads a source without `datasets` and without a user's function."""
+    if is_generated(source):
+        return True
+    path = Path(source).expanduser()
+    return not is_function(source) and not path.is_dir() and is_local_data(source) and path.suffix.lower() not in _BUILDERS
+
+
 def _generated_rows(source: str, split: str, setting: str) -> Iterator[DataRow]:
     for number, fields in enumerate(generated_rows(source, split, setting)):
         yield _own_row(fields, f"row {number} of {source}", source, setting)

@@ -4,15 +4,24 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import datasets
 import msgspec
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.checks.preflight import Command, look
+from offbeat.deploy.checks.findings import Finding
+from offbeat.deploy.checks.preflight import (
+    Command,
+    _patience,  # pyright: ignore[reportPrivateUsage]
+    look,
+)
 
 REWARDS = """
 import os, sys, time
@@ -287,7 +296,11 @@ def test_all_mistakes_are_told_at_once(overrides: list[str]) -> None:
         (write('{"prompt": "ÄÖÜ", "answer": ""}\n'), "task.max_prompt_tokens=8", "does not know 100%"),
         (write('{"prompt": "1"}'), "task.reward=my_rewards:judge_is_down", "ConnectionRefusedError: no judge"),
         (write('{"prompt": "1"}'), "task.reward=my_rewards:dies", "the check's process ended"),
-        (write('{"prompt": "1"}'), "task.reward=my_rewards:hangs", "took too long"),
+        (
+            write('{"prompt": "1"}'),
+            "task.reward=my_rewards:hangs",
+            "task.reward could not be checked (it took longer than",
+        ),
     ],
 )
 def test_what_may_be_meant_is_only_warned_about(
@@ -389,6 +402,67 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
     assert caplog.records == []
     (text,) = refused([*overrides, "task.reward=my_rewards:wrong_field"])
     assert "KeyError: 'solution'" in text
+
+
+def write_arrow(rows: list[dict[str, str]]) -> None:
+    with ArrowWriter(path="data.arrow") as writer:
+        for row in rows:
+            writer.write(row)
+        writer.finalize()
+
+
+FORMATS: dict[str, Callable[[list[dict[str, str]]], Any]] = {
+    "json": lambda rows: Path("data.json").write_bytes(msgspec.json.encode(rows)),
+    "csv": lambda rows: Path("data.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},3\n" for row in rows)),
+    "parquet": lambda rows: datasets.Dataset.from_list(rows).to_parquet("data.parquet"),
+    "arrow": write_arrow,
+    "": lambda rows: datasets.Dataset.from_list(rows).save_to_disk("data"),
+}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_rows_of_every_format_are_checked_by_a_process_of_its_own(suffix: str, overrides: list[str]) -> None:
+    FORMATS[suffix]([{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}])
+    source = f"data.{suffix}".rstrip(".")
+    Path("run.toml").touch()
+    # A process of its own, which has not imported torch.
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "check", "run.toml", *overrides, f"task.train_data={source}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "has 9 tokens" in done.stderr
+    assert "could not be checked" not in done.stderr
+    assert done.returncode == 2
+
+
+def test_check_that_fails_names_its_setting_and_what_will_only_show_later(
+    overrides: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(config: Config) -> Iterator[Finding]:
+        yield Finding("note", "found before")
+        raise RuntimeError("no such library")
+
+    monkeypatch.setattr("offbeat.deploy.checks.preflight.check_inputs", broken)
+    assert "found before" in look(load(None, overrides), "check")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == (
+        "task.train_data could not be checked (RuntimeError: no such library): its mistakes will only show after the start."
+    )
+
+
+def test_wait_for_a_check_says_what_it_waits_for(
+    overrides: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.deploy.checks.preflight._SAY_INTERVAL_S", 0.1)
+    monkeypatch.setattr("offbeat.deploy.checks.preflight.REWARD_S", 0.5)
+    caplog.set_level("INFO")
+    said = warned([*overrides, "task.reward=my_rewards:hangs"], caplog)
+    assert any(text.startswith("still checking task.reward, 0 s so far, at most") for text in said)
+
+
+def test_busy_machine_gives_its_checks_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load_average, factor in ((0.5, 1.0), (8.0, 4.0), (400.0, 6.0)):
+        monkeypatch.setattr("os.getloadavg", lambda load_average=load_average: (load_average, 0.0, 0.0))
+        assert _patience() == factor
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from offbeat.common.settings.config import Config, ModelSection, RolloutSection,
 from offbeat.common.settings.learning_sections import AdvantageSection, LossSection
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.common.settings.objectives import complete
-from offbeat.deploy.checks.user_functions import check_learner_functions, has_learner_functions
+from offbeat.deploy.checks.user_functions import check_learner_functions, learner_functions
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, resolve_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
@@ -186,7 +186,7 @@ def test_functions_with_other_parameters_are_found_before_anything_starts() -> N
     config = Config(
         loss=LossSection(function="wrong_functions:two"), advantage=AdvantageSection(function="wrong_functions:missing")
     )
-    assert has_learner_functions(config) and not has_learner_functions(Config())
+    assert learner_functions(config) and not learner_functions(Config())
     found = [finding.text for finding in check_learner_functions(config)]
     assert "cannot take (policy_logprobs, anchor_logprobs, completion_mask, advantages)" in found[0]
     assert "has no 'missing'" in found[1]
@@ -201,8 +201,8 @@ def test_functions_that_fail_when_called_are_found_before_anything_starts() -> N
         loss=LossSection(function="wrong_functions:summed", correction="wrong_functions:negative"),
         advantage=AdvantageSection(function="wrong_functions:of_three"),
     )
-    assert has_learner_functions(Config(loss=LossSection(correction="own_objective:damped")))
-    assert not has_learner_functions(Config(loss=LossSection(correction="token_tis")))
+    assert learner_functions(Config(loss=LossSection(correction="own_objective:damped")))
+    assert not learner_functions(Config(loss=LossSection(correction="token_tis")))
     loss, correction, advantages = [finding.text for finding in check_learner_functions(config)]
     assert "for log-probs of the shape (2, 2)" in loss
     assert "a weight below 0: -0.25" in correction
