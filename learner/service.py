@@ -101,6 +101,8 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._step_rows = step_rows
         self._wake_hub = wake_hub
+        self._checkpointed: int | None = None
+        """Policy version of the newest checkpoint of this process."""
         self._trained_with = (config.loss, config.train)
         """Settings that the trainer has; `_tune_trainer` updates them."""
 
@@ -127,6 +129,9 @@ class TrainingLoop:
         self._dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations(stop)
         self._save_model()
+        # After the model, which is worth more where the disk has room for one of them.
+        if self._config.train.checkpoint_interval:
+            self._save_checkpoint()
         return "finished"
 
     def close(self) -> None:
@@ -155,7 +160,7 @@ class TrainingLoop:
         left_s = self._left_of_grace_s(stop)
         if self._config.train.checkpoint_interval:
             if left_s is None or self._checkpoints.fits(left_s):
-                self._checkpoints.save()
+                self._save_checkpoint()
             else:
                 logger.warning("no checkpoint: it would not fit into the %.0f s that are left of run.grace_s", left_s)
         if left_s is not None:
@@ -183,7 +188,7 @@ class TrainingLoop:
         if is_last or _passes(self._config.weights.interval, first_version, policy_version):
             self._publish(phases, last=is_last)
         if _passes(self._config.train.checkpoint_interval, first_version, policy_version) or self._dispatcher.is_log_over():
-            self._checkpoints.save()
+            self._save_checkpoint()
         fleet = self._dispatcher.take_fleet_use()
         seconds = {
             "time/step_s": phases.total(),
@@ -194,6 +199,11 @@ class TrainingLoop:
         }
         self._step_rows.record(steps, groups, first_version, seconds, fleet)
         self._wake_hub()
+
+    def _save_checkpoint(self) -> None:
+        version = self._trainer.policy_version
+        if self._checkpointed != version and self._checkpoints.save():
+            self._checkpointed = version
 
     def _save_model(self) -> None:
         self._dispatcher.doing("writing the model")

@@ -128,6 +128,21 @@ def has_checkpoint(folder: Path) -> bool:
     return any(path.suffix == "" for path in (folder / CHECKPOINTS).glob("step-*"))
 
 
+def bytes_of_files(folder: Path) -> dict[str, int]:
+    """Return the size of what a run writes, by its name in the folder, largest first; nothing for what is not there."""
+    names = (ROWS_FILE, LOG, CHECKPOINTS, MODEL, "tensorboard", PROGRAM_LOGS)
+    sizes = {name: sum(_size(path) for path in [folder / name, *(folder / name).rglob("*")]) for name in names}
+    return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
+
+
+def _size(path: Path) -> int:
+    # The learner deletes old segments and checkpoints meanwhile.
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
+
+
 def set_aside_failed_start(folder: Path) -> Path | None:
     """Move the files of a start that made no step to a folder below `failed-starts`, and return that folder.
 

@@ -8,19 +8,39 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, StepRow, decode_row, encode_row, row_fields
+from offbeat.common.records.rows import (
+    CommitRow,
+    EvalRow,
+    EvalSampleRow,
+    EventRow,
+    GroupRow,
+    OtherRow,
+    PullRow,
+    Row,
+    SampleRow,
+    StepRow,
+    WeightsRow,
+    decode_row,
+    encode_row,
+    row_fields,
+)
 
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "metrics.jsonl"
 """Name of the rows file in a run's folder."""
+
+MAX_BYTES = 512 << 20
+"""Size of the rows file above which the older rows of single groups, samples and transfers are deleted."""
+_DETAILS = (GroupRow, SampleRow, EvalSampleRow, WeightsRow, PullRow, CommitRow)
+"""Rows that a long run does without once they are old. Most of its rows are of these kinds."""
 
 # A used-up quota is the full disk of a shared cluster.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,6 +67,7 @@ class MetricsWriter:
         self._lock = threading.Lock()
         self._rows = _AppendFile(folder / ROWS_FILE)
         self._rows.end_torn_line()
+        self._shorten_at = MAX_BYTES
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
 
@@ -60,6 +81,8 @@ class MetricsWriter:
             if math.isnan(row.time):
                 row = msgspec.structs.replace(row, time=self._clock())
             self._append_row(row)
+            if self._rows.num_bytes > self._shorten_at:
+                self._shorten()
             if isinstance(row, StepRow | EvalRow) and self._events is not None:
                 self._events.append(row.policy_version, row.time, scalars_of(row))
         return row
@@ -100,6 +123,35 @@ class MetricsWriter:
             self._num_lost_in_a_row = 0
             logger.warning("metrics are written again; %s", loss)
 
+    def _shorten(self) -> None:
+        """Delete the rows of details from the older half of the file. Readers that have it open keep the longer one."""
+        path = self._rows.path
+        shorter = path.with_suffix(".shorter")
+        half, position = self._rows.num_bytes // 2, 0
+        beginnings = _beginnings(_DETAILS)
+        try:
+            with path.open("rb") as old, shorter.open("wb") as new:
+                for line in old:
+                    if position >= half or not line.startswith(beginnings):
+                        new.write(line)
+                    position += len(line)
+            shorter.replace(path)
+        except OSError as error:
+            shorter.unlink(missing_ok=True)
+            self._shorten_at = self._rows.num_bytes + MAX_BYTES // 8
+            logger.warning("%s could not be shortened, and grows: %s", path, error)
+            return
+        self._rows.close()
+        self._rows = _AppendFile(path)
+        # What is left may be steps and events alone, which stay.
+        self._shorten_at = max(MAX_BYTES, 2 * self._rows.num_bytes)
+        logger.info("%s: the older rows of groups, samples and transfers were deleted, to bound its size", path)
+
+
+def _beginnings(kinds: Iterable[type[Row]]) -> tuple[bytes, ...]:
+    """Return the bytes with which the lines of these kinds begin."""
+    return tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
+
 
 def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
     """Yield the rows of a metrics file in order, without lines that are no JSON objects.
@@ -123,7 +175,7 @@ def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
     """
     if not path.is_file():
         return
-    beginnings = tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
+    beginnings = _beginnings(kinds)
     with path.open("rb") as file:
         for line in file:
             if line.startswith(beginnings) and isinstance(row := decode_row(line), kinds):
@@ -146,17 +198,19 @@ class _AppendFile:
     """A file that grows by whole appends, or not at all."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.num_bytes = os.fstat(self._fd).st_size
 
     def append(self, data: bytes) -> None:
         """Write all of `data`; if the disk takes only a part of it, take that part back and raise `ENOSPC`."""
         if self._fd < 0:
-            raise ValueError(f"{self._path} is closed")
+            raise ValueError(f"{self.path} is closed")
         num_written = os.write(self._fd, data)
         if num_written < len(data):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - num_written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self.num_bytes += num_written
 
     def end_torn_line(self) -> None:
         """Start a new line if a killed process left the last one unfinished."""

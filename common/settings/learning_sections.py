@@ -276,9 +276,10 @@ class TrainSection(Section, frozen=True):
     interpolated; the other anchors need equal log-probs with and without gradients."""
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
     """DeepSpeed options in addition to those derived from the settings above."""
-    checkpoint_interval: NonNegativeInt = 0
-    """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
-    needs; a learner that dies then trains again from the first step, on the groups in its log."""
+    checkpoint_interval: NonNegativeInt = 100
+    """Number of optimizer steps between checkpoints; a run that ends or is stopped writes one too. Each takes up to 16 bytes of
+    disk for each trained parameter, and `offbeat check` names the sum. 0: only the final model is saved, and checkpoints that
+    `log.retain_mb` needs; a learner that dies then trains again from the first step, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
     max_failed_leases: PositiveInt = 200

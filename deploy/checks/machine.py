@@ -21,6 +21,7 @@ from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices.inventory import find_gpus
 from offbeat.deploy.local.devices.memory import engine_need, learner_need, model_sizes
 from offbeat.deploy.local.devices.plan import plan_of_this_machine
+from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
 
 _LARGEST_PORT = 65535
@@ -91,7 +92,7 @@ def _bind_problem(host: str, port: int) -> str | None:
 
 
 def check_folder(config: Config) -> Iterator[Finding]:
-    """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has no room for the log."""
+    """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has too little room."""
     folder = Path(config.run.dir)
     try:
         check_run_folder(config.run)
@@ -118,6 +119,24 @@ def check_folder(config: Config) -> Iterator[Finding]:
     if config.log.enabled and free_mb < config.log.min_free_mb:
         problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
         yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
+    if config.train.checkpoint_interval and (sizes := model_sizes(config.model.path)):
+        yield from _check_checkpoints(config, sizes.num_parameters, free_mb)
+
+
+def _check_checkpoints(config: Config, num_parameters: int, free_mb: int) -> Iterator[Finding]:
+    """Note the disk that the run's checkpoints take; warn where there is less."""
+    one_mb = checkpoints.BYTES_PER_PARAMETER * num_parameters >> 20
+    # The best one is kept too, and an old one is deleted only after the new one is whole.
+    most = config.train.keep_checkpoints + 2
+    text = (
+        f"a checkpoint takes up to {one_mb:,} MB, and up to {most} lie in run.dir at once (train.checkpoint_interval = "
+        f"{config.train.checkpoint_interval}, train.keep_checkpoints = {config.train.keep_checkpoints})"
+    )
+    if most * one_mb <= free_mb:
+        yield Finding("note", text)
+    else:
+        cure = "Free space, name another run.dir, or set train.checkpoint_interval=0 to do without"
+        yield Finding("warning", f"{text}, but its disk has {free_mb:,} MB free. {cure}.")
 
 
 def show_devices(config: Config) -> Iterator[Finding]:

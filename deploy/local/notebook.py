@@ -8,13 +8,15 @@ loop, and whatever it does holds no service up.
 """
 
 import atexit
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +68,7 @@ class Run:
         self._log_start = self._log.stat().st_size
         self._rows_before = _inode_and_size(self._rows_file)
         """The rows file of an earlier start, and its size. A new run moves it away."""
+        self._start_time = time.time()
         self._started: Future[subprocess.Popen[bytes]] = Future()
         self._ended = threading.Event()
         self._owner = os.getpid()
@@ -187,32 +190,37 @@ class Run:
 
         Waits for: a row. Unblocked by: the end of the run, an interrupt.
         """
-        position = 0
+        (inode, position), last_time = self._rows_before, self._start_time
         while True:
             # Looked at first: what is written before the end is read then.
             has_ended = self._ended.is_set()
-            position = yield from self._rows_from(position)
+            # A new run moves the file of an earlier one away, and a long run shortens its own: both leave another inode.
+            is_other = inode != (inode := _inode_and_size(self._rows_file)[0])
+            for row, end in self._rows_from(0 if is_other else position):
+                position = end
+                if is_other and row.get("time", math.inf) <= last_time:
+                    continue
+                last_time = row.get("time", last_time)
+                yield row
             if has_ended:
                 return
             self._wait(LOOK_S)
 
-    def _rows_from(self, position: int) -> Generator[dict[str, Any], None, int]:
-        """Yield the whole rows behind `position` and return their end, in bytes from the first row of this start."""
+    def _rows_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield the whole rows behind `position`, in bytes, and where each ends."""
         try:
             file = self._rows_file.open("rb")
         except FileNotFoundError:
-            return position
+            return
         with file:
-            inode, size = self._rows_before
-            file.seek(position + (size if os.fstat(file.fileno()).st_ino == inode else 0))
+            file.seek(position)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 position += len(line)
                 row = _decode(line)
                 if row is not None:
-                    yield row
-        return position
+                    yield row, position
 
     def _final_row(self) -> dict[str, Any]:
         """Return the final row of a run that has ended; raise `RunError` for one that has failed, or was killed."""

@@ -1,6 +1,7 @@
 """`offbeat status`: asks a running learner over its hub for the state of the run, or reads how a run has ended."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +14,16 @@ from rich.text import Text
 from offbeat.common.errors import ServiceError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import Stamped
+from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.deploy.operating.link import OpenLink, ask
 from offbeat.lab.ended_run import EndedRun, read_end, render_end
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
 
+_LEAST_GROWTH_S = 10.0
+"""Age of a run from which its growth in an hour is told."""
 WATCH_INTERVAL_S = 1.0
 """Seconds between two questions of `--watch`."""
 
@@ -39,7 +45,7 @@ def print_status(asked: Asked, *, as_json: bool) -> None:
     ended = read_end(asked.folder)
     # Looked for first: at the address of a run that is over, the learner of another run may answer.
     if ended is not None and ended.outcome is not None:
-        _print(ended, render_end(ended, asked.num_steps), as_json=as_json)
+        _print(ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder)), as_json=as_json)
         return
     try:
         with asked.open_link() as link:
@@ -50,7 +56,7 @@ def print_status(asked: Asked, *, as_json: bool) -> None:
         _print(ended, render_end(ended, asked.num_steps), as_json=as_json)
         quiet_s = max(0.0, time.time() - ended.last_time)
         raise ServiceError(f"{error}; its rows end {quiet_s:.0f} s ago without a final one: it hangs or was killed") from error
-    _print(report, render_status(report), as_json=as_json)
+    _print(report, Group(render_status(report), *render_files(asked.folder)), as_json=as_json)
 
 
 def watch_status(asked: Asked, stop: StopRequest) -> None:
@@ -97,6 +103,22 @@ def render_status(report: StatusReport) -> RenderableType:
     if report.rejected:
         parts.append(_rejected(report.rejected))
     return Group(*parts)
+
+
+def render_files(folder: Path) -> Iterator[Text]:
+    """Yield the disk that the run's files take, and by how much they grow; nothing where the folder is not on this machine."""
+    sizes = bytes_of_files(folder)
+    if not sizes:
+        return
+    total = sum(sizes.values())
+    parts = ", ".join(f"{name} {size / 2**20:,.0f} MB" for name, size in sizes.items())
+    text = f"files in {folder}: {total / 2**20:,.0f} MB ({parts})"
+    rows = folder / ROWS_FILE
+    first = next(iter(read_rows(rows)), None) if rows.exists() else None
+    if isinstance(first, Stamped) and (seconds := rows.stat().st_mtime - first.time) >= _LEAST_GROWTH_S:
+        grown = sum(size for name, size in sizes.items() if name not in (CHECKPOINTS, MODEL))
+        text += f"; {grown / 2**20 / seconds * 3600:,.0f} MB an hour besides checkpoints"
+    yield Text(text)
 
 
 def _vitals(report: StatusReport, vitals: Vitals) -> str:

@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 SLOWER = 1.5
 """Factor by which a checkpoint may take longer than the longest so far: a machine that is taken away is often busy."""
-CHECKPOINT_BYTES_PER_PARAMETER = 16
-"""Weights in two precisions at most, and AdamW's two moments."""
 
 
 class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -89,14 +87,17 @@ class Checkpoints:
         self._record = record
         self._longest_s = 0.0
         """Seconds that the longest checkpoint of this process took."""
-        self._num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
+        self._num_bytes = checkpoints.BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
 
     def fits(self, seconds: float) -> bool:
         """Return whether a checkpoint is expected to be written within this time; True before the first one is measured."""
         return SLOWER * self._longest_s <= seconds
 
-    def save(self) -> None:
-        """Write a checkpoint. A full disk costs this checkpoint, not the run: the log has what happened since the last one."""
+    def save(self) -> bool:
+        """Write a checkpoint, and return whether it is there.
+
+        A full disk costs this checkpoint, not the run: the log has what happened since the last one.
+        """
         self._dispatcher.doing("writing a checkpoint")
         started = time.monotonic()
         folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
@@ -108,12 +109,13 @@ class Checkpoints:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
             logger.warning(detail)
             self._record(EventRow(event="checkpoint_failed", detail=detail))
-            return
+            return False
         self._longest_s = max(self._longest_s, time.monotonic() - started)
         patiently(lambda: checkpoints.prune(self._root, keep=self._keep))
         if state.dispatcher.log_end is not None:
             self._dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self._keep)))
         logger.info("checkpoint %s", folder)
+        return True
 
 
 class OpenedFolder(NamedTuple):

@@ -198,9 +198,10 @@ class FakeCheckpoints:
     def fits(self, seconds: float) -> bool:
         return seconds >= CHECKPOINT_S
 
-    def save(self) -> None:
+    def save(self) -> bool:
         self._clock.now += CHECKPOINT_S
         self._calls.append(f"checkpoint {self._trainer.policy_version}")
+        return True
 
 
 class FakeStepRows:
@@ -325,8 +326,8 @@ def test_batch_that_steps_over_several_intervals_is_published_once() -> None:
     assert bench.calls_of("announce") == ["0", "6", "9 last"]
 
 
-@pytest.mark.parametrize(("interval", "saved"), [(0, []), (1, ["2", "4", "6"]), (3, ["4", "6"]), (4, ["4"])])
-def test_checkpoint_is_written_when_a_batch_reaches_a_multiple_of_the_interval(interval: int, saved: list[str]) -> None:
+@pytest.mark.parametrize(("interval", "saved"), [(0, []), (1, ["2", "4", "6"]), (3, ["4", "6"]), (4, ["4", "6"])])
+def test_checkpoint_is_written_at_multiples_of_the_interval_and_at_the_end(interval: int, saved: list[str]) -> None:
     bench = Bench(num_steps=6, steps_per_batch=2, checkpoint_interval=interval, waits=[0.0] * 3)
     bench.loop.run(bench.stop)
     assert bench.calls_of("checkpoint") == saved

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from offbeat.common.records import writer as metrics_module
-from offbeat.common.records.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, StepRow, decode_row
+from offbeat.common.records.rows import ActorRow, EvalRow, EventRow, OtherRow, PullRow, Row, StepRow, decode_row
 from offbeat.common.records.writer import MetricsWriter, read_rows, read_rows_of
 
 
@@ -55,6 +55,24 @@ def test_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path):
         line = b'{"kind":"event","time":12.5,"event":"actor_joined","detail":"vllm","actor":"a0"}\n'
         assert (tmp_path / "metrics.jsonl").read_bytes() == line
         assert rows_of(tmp_path) == [returned]
+
+
+def test_file_that_has_grown_too_large_loses_its_older_details_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_BYTES", 20_000)
+    caplog.set_level("INFO")
+    with MetricsWriter(tmp_path) as metrics:
+        for version in range(300):
+            metrics.write(step(version, reward__mean=0.5))
+            for number in range(3):
+                metrics.write(PullRow(actor=f"a{number}", policy_version=version, pull_s=0.1, sent_bytes=7, full_bytes=7))
+    rows = rows_of(tmp_path)
+    assert [row.policy_version for row in rows if isinstance(row, StepRow)] == list(range(300))
+    details = [row.policy_version for row in rows if isinstance(row, PullRow)]
+    assert details == sorted(details) and details[-1] == 299 and details[0] > 0 and len(details) < 900
+    assert not list(tmp_path.glob("*.shorter"))
+    assert any("were deleted, to bound its size" in text for text in caplog.messages)
 
 
 def test_row_keeps_the_time_it_brings(tmp_path: Path):

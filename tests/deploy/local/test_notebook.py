@@ -94,6 +94,25 @@ def interrupt_when(claim: Callable[[], bool]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def test_rows_are_yielded_once_when_a_long_run_shortens_their_file() -> None:
+    run = train("""
+        start = time.time()
+        begin()
+        for version in (1, 2):
+            write(kind="step", policy_version=version, time=start + version)
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        (folder / "shorter").write_text('{"kind": "step", "policy_version": 2, "time": %r}\\n' % (start + 2))
+        (folder / "shorter").rename(file)
+        write(kind="step", policy_version=3, time=start + 3)
+        end("finished")
+    """)
+    rows = run.rows()
+    assert [next(rows).get("policy_version") for _ in range(3)] == [None, 1, 2]
+    (run.folder / "go").touch()
+    assert [row.get("policy_version") for row in rows] == [3, None]
+
+
 def test_rows_come_as_they_are_written_and_the_final_one_is_the_result() -> None:
     run = train("""
         begin()

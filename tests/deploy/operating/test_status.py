@@ -1,6 +1,7 @@
 """`offbeat status` shows a run to an operator, and ends when nobody answers."""
 
 import io
+import time
 from pathlib import Path
 
 import msgspec
@@ -8,9 +9,11 @@ import pytest
 from rich.console import Console
 
 from offbeat.common.errors import ServiceError
+from offbeat.common.records.rows import EventRow
+from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.operating import link as questions
 from offbeat.deploy.operating.link import OpenLink
-from offbeat.deploy.operating.status import Asked, print_status, render_status
+from offbeat.deploy.operating.status import Asked, print_status, render_files, render_status
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Refused, SettingChange, StatusReport, StatusRequest, Vitals
 from tests.deploy.operating.operator_desk import REPORT, Desk
@@ -68,6 +71,19 @@ def test_report_shows_reward_lag_bound_time_left_and_health() -> None:
     vitals = msgspec.structs.replace(vitals, reward_by_task={"sums": 0.5, "letters": 0.25}, share_by_task={"sums": 0.125})
     text = shown(msgspec.structs.replace(REPORT, vitals=vitals))
     assert "by task: sums 0.500, letters 0.250   leased: 12% of sums" in text
+
+
+def test_files_of_a_run_are_shown_with_their_growth(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(EventRow(time=time.time() - 1800, event="run_started", detail="x" * (1 << 20)))
+    for name, num_mb in (("log/00000001.log", 3), ("checkpoints/step-00000001/model.bin", 5)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(num_mb << 20))
+    (text,) = (text.plain for text in render_files(tmp_path))
+    assert text == (
+        f"files in {tmp_path}: 9 MB (checkpoints 5 MB, log 3 MB, metrics.jsonl 1 MB); 8 MB an hour besides checkpoints"
+    )
+    assert list(render_files(tmp_path / "elsewhere")) == []
 
 
 def test_narrow_terminal_drops_columns_and_no_words() -> None:
