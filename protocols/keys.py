@@ -86,8 +86,9 @@ def make_key_pair(role: Role, name: str) -> KeyPair:
 def secret_text(key: KeyPair) -> str:
     """Return the content of a `.key` file."""
     role, name, _ = key.owner
+    owner = f"the {role}" if name == role else f"the {role} {name}"
     return (
-        f"# Secret key of the {role} {name}, made by `offbeat keygen`. Whoever can read this file can pose as it.\n"
+        f"# Secret key for {owner}, made by `offbeat keygen`. Anyone who can read it can impersonate the {role}.\n"
         f"{key.owner.line()}\nsecret {key.secret.decode()}\n"
     )
 

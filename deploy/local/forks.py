@@ -146,7 +146,7 @@ class WarmStarts:
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        logger.info("importing what learner and actors need, once for all")
+        logger.info("preloading libraries for all services")
         # Before the first import: numpy's threads would be lost in a fork.
         environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
         command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]

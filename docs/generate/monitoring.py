@@ -24,12 +24,12 @@ class Panel(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """A condition that somebody should hear of."""
+    """A condition that should alert somebody."""
 
     name: str
     expression: str
     lasts: str
-    """The time for which it must hold before it is told, in Prometheus's notation."""
+    """The time for which it must hold before the alert fires, in Prometheus's notation."""
     summary: str
 
 
@@ -81,16 +81,16 @@ ALERTS = (
         "5m",
         "No optimizer step for half an hour.",
     ),
-    Alert("OffbeatUnhealthy", "offbeat_health_rules > 0", "10m", "A health rule holds; offbeat status tells which."),
-    Alert("OffbeatProblem", "offbeat_problems > 0", "5m", "An operator should look; offbeat status tells why."),
+    Alert("OffbeatUnhealthy", "offbeat_health_rules > 0", "10m", "A health rule reports a problem; see offbeat status."),
+    Alert("OffbeatProblem", "offbeat_problems > 0", "5m", "A problem needs an operator; see offbeat status."),
     Alert(
         "OffbeatStarved",
         "offbeat_wait_rollouts_seconds / offbeat_step_seconds > 0.5",
         "30m",
-        "The learner waits for rollouts half of its time: more actors, or a larger staleness.max_staleness.",
+        "The learner waits for rollouts half of its time: add actors, or raise staleness.max_staleness.",
     ),
-    Alert("OffbeatActorHangs", "offbeat_actor_silence_seconds > 60", "2m", "The loop of an actor does not turn."),
-    Alert("OffbeatActorAlone", "offbeat_actor_welcomed == 0", "10m", "An actor does not find its learner."),
+    Alert("OffbeatActorHangs", "offbeat_actor_silence_seconds > 60", "2m", "The loop of an actor is stuck."),
+    Alert("OffbeatActorAlone", "offbeat_actor_welcomed == 0", "10m", "An actor cannot find its learner."),
     Alert(
         "OffbeatNoRewards", "offbeat_actor_reward_trouble_seconds > 300", "5m", "An actor waits for rewards; its log says why."
     ),
@@ -100,24 +100,25 @@ ALERTS = (
 
 _TRACKERS = (
     "## Trackers of experiments",
-    "The numbers of `step` and `eval` rows ([metrics](metrics.md)) also go to TensorBoard, in the run's folder, and under the "
-    "same names, over `policy_version`, to each tracker that you ask for:",
+    "The numbers of `step` and `eval` rows ([metrics](metrics.md)) also go to TensorBoard, in the run folder, and under the "
+    "same names, plotted over `policy_version`, to each tracker that you select:",
     """\
 | setting, and tracker | extra | where the numbers go |
 | --- | --- | --- |
 | `metrics.wandb_project`: [Weights & Biases](https://wandb.ai) | `wandb` | W&B's server, after `wandb login`; \
-`WANDB_BASE_URL` names another, `WANDB_MODE=offline` keeps them in the run's folder |
+`WANDB_BASE_URL` names another server, `WANDB_MODE=offline` keeps the numbers in the run folder |
 | `metrics.mlflow_experiment`: [MLflow](https://mlflow.org) | `mlflow` | `MLFLOW_TRACKING_URI`: a server, or a database such \
 as `sqlite:////home/me/mlflow.db`; without it `mlflow.db` in the working directory |
 | `metrics.trackio_project`: [trackio](https://github.com/gradio-app/trackio) | `trackio` | a database in `TRACKIO_DIR`, by \
-default `~/.cache/huggingface/trackio`, or the place that `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` name |""",
-    '`pip install "offbeat[mlflow]"` installs one. Names and passwords belong into the environment of the learner, in the '
-    "tracker's own variables. The settings with which the run began are sent along, secrets masked; W&B also gets a table of "
-    "the newest samples. The run is named after its folder. Its id in the tracker is kept there, and a resumed run goes on "
-    "under it.",
-    "Each tracker has a process beside the learner, which never waits for it: a tracker that cannot be reached, or hangs, "
-    "costs a warning and a `tracker_failed` event, and once 1,000 rows wait, the oldest of them. At the run's end trackers "
-    "have 10 s for the last rows. What they print is in `logs/` of the run's folder.",
+default `~/.cache/huggingface/trackio`, or the one named by `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` |""",
+    'Install a tracker with its extra: `pip install "offbeat[mlflow]"`. '
+    "Put names and passwords into the learner's environment, in "
+    "the tracker's own variables. offbeat also sends the settings of the run, with secrets masked, and W&B gets a table of the "
+    "newest samples. The run has the name of its folder. The folder stores the run's id in the tracker, and a resumed run "
+    "continues under it.",
+    "Each tracker runs in a process beside the learner, which never waits for it. If a tracker cannot be reached, or hangs, "
+    "offbeat logs a warning and a `tracker_failed` event. Up to 1,000 rows wait; then the oldest are lost. At the end of the "
+    "run trackers have 10 s for the last rows. Their output is in `logs/` in the run folder.",
 )
 
 
@@ -126,50 +127,45 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
     parts = [
         written,
         "# Watching a run",
-        "`offbeat train` and `offbeat learner` serve a page about the run while it goes on, and log its address: the report's "
-        "curves as they grow, the actors, what the next batch waits for, health, the newest samples. It reads only, loads "
-        "nothing from elsewhere, and old points of a long run are merged, so that it stays fast. A resumed run is found at the "
-        "same address.",
-        "The page is at `metrics.bind`, by default a free port of this machine's loopback address: other users of this machine "
-        "can read it too, prompts and completions included. There are no keys; for another machine take "
-        '`ssh -L 8080:127.0.0.1:PORT`, or bind an address of a network that you trust. `metrics.bind=""` turns it off.',
-        "| path | answer |\n| --- | --- |\n"
-        "| `/` | the page |\n"
-        "| `/state.json` | everything that it shows |\n"
-        "| `/metrics` | the learner's numbers below, for Prometheus |\n"
-        "| `/healthz` | 200 while the learner's hub works, else 503; unreachable actors are no illness of the learner |\n"
-        "| `/readyz` | 200 once weights were published, else 503 |",
+        "`offbeat train` and `offbeat learner` serve a live page about the run and log its address. It shows the report's "
+        "curves as they grow, the actors, what the next batch waits for, health, and the newest samples. The page is read-only "
+        "and loads nothing from elsewhere. Older points of a long run are downsampled. A resumed run keeps its address.",
+        "The page is served at `metrics.bind`, by default on a free port of loopback. Other users of the machine can read it "
+        "too, including prompts and completions, because it has no keys. To read it from another machine, use "
+        '`ssh -L 8080:127.0.0.1:PORT`, or bind an address on a network that you trust. `metrics.bind=""` turns it off.',
+        "| path | answer |\n| --- | --- |\n| `/` | the page |\n| `/state.json` | everything that the page shows |\n| "
+        "`/metrics` | the learner's numbers below, for Prometheus |\n| `/healthz` | 200 while the learner's hub works, "
+        "otherwise 503; an unreachable actor does not make the learner unhealthy |\n| `/readyz` | 200 once weights were "
+        "published, otherwise 503 |",
         "## Actors",
-        "The page and `offbeat status` show every actor. With `metrics.actor_bind`, each actor also answers monitors itself, "
-        "with numbers only, from the moment its engine is loaded. Several actors on one machine take port 0; each then logs "
-        "its address.",
+        "The page and `offbeat status` show every actor. With `metrics.actor_bind`, each actor also serves its own numbers to "
+        "monitors, from the moment its engine is loaded. For several actors on one machine use port 0; each logs its address.",
         "| path | answer |\n| --- | --- |\n"
         "| `/metrics` | the actors' numbers below, as of the newest heartbeat |\n"
-        f"| `/healthz` | 200 while the actor's loop turned within the last {TURNED_WITHIN_S:g} s, or loads weights within "
-        "`weights.timeout_s`; else 503. An unreachable learner is no illness of the actor: it waits |\n"
-        "| `/readyz` | 200 while the learner knows the actor, once it has weights; else 503 |",
+        f"| `/healthz` | 200 if the actor's loop ran within the last {TURNED_WITHIN_S:g} s, or loads weights within "
+        "`weights.timeout_s`; otherwise 503. An unreachable learner does not make the actor unhealthy: it waits |\n"
+        "| `/readyz` | 200 while the learner knows the actor and the actor has weights, otherwise 503 |",
         "## Prometheus and Grafana",
         '```yaml\nscrape_configs:\n  - job_name: offbeat\n    static_configs:\n      - targets: ["learner:9400"]  '
         '# metrics.bind = "0.0.0.0:9400"\n  - job_name: offbeat-actors\n    static_configs:\n'
         '      - targets: ["actor-0:9401", "actor-1:9401"]  # metrics.actor_bind = "0.0.0.0:9401"\n```',
-        "[monitoring/grafana.json](monitoring/grafana.json) is a dashboard of these numbers to import, "
-        "[monitoring/alerts.yaml](monitoring/alerts.yaml) are rules to alert by. Numbers that end with `_total` are counters "
-        "since the process started, the others are gauges; those of a step are the newest step's.",
+        "Import [monitoring/grafana.json](monitoring/grafana.json) for a Grafana dashboard of these numbers, and load "
+        "[monitoring/alerts.yaml](monitoring/alerts.yaml) for alerts. Numbers whose names end with `_total` are counters since "
+        "the process started; all others are gauges. Numbers of a step are those of the newest step.",
         "### Learner",
         learner_table,
         "### Actor",
         actor_table,
         *_TRACKERS,
         "## Traces",
-        "`offbeat trace RUN` writes `RUN/trace.json`, to open in [Perfetto](https://ui.perfetto.dev): the 20 groups that "
-        "took longest, or those of `--step N`, or `--lease N`, and beside them the learner's waits, steps and weight "
-        "updates. It reads the rollout log and `metrics.jsonl`, of a run that goes on too. A group's stages are *wait* "
-        "(the lease's way, and the wait for weights), *generate*, *reward*, *queue* in the learner's buffer, and *train*. "
-        "All stamps are the learner's: what an actor did is known by its length, and placed back from the moment at which "
-        "its group arrived.",
-        "`offbeat trace RUN --otlp http://collector:4318` sends the same spans to an OTLP collector (extra `otel`), each "
-        "group as a trace whose id follows from run and lease. Headers and certificates: `OTEL_EXPORTER_OTLP_HEADERS` and "
-        "the like.",
+        "`offbeat trace RUN` writes `RUN/trace.json` for [Perfetto](https://ui.perfetto.dev): the 20 groups that took "
+        "longest, or those of `--step N` or `--lease N`, together with the learner's waits, steps and weight updates. It "
+        "reads the rollout log and `metrics.jsonl`, also of a running job. The stages of a group are *wait* (sending the "
+        "lease, and waiting for weights), *generate*, *reward*, *queue* (in the learner's buffer) and *train*. All timestamps "
+        "are the learner's: an actor reports durations, which are counted back from the moment its group arrived.",
+        "`offbeat trace RUN --otlp http://collector:4318` sends the same spans to an OTLP collector (extra `otel`). Each "
+        "group is a trace whose id is derived from run and lease. Set headers and certificates with "
+        "`OTEL_EXPORTER_OTLP_HEADERS` and the like.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -79,16 +79,15 @@ def resuming_page() -> str:
     parts = [
         _WRITTEN,
         "# Resuming a run",
-        "A run keeps what it is made with in `identity.json` and `prompts.bin` of its folder, and in every checkpoint: all "
+        "A run records what it depends on in `identity.json` and `prompts.bin` in its folder, and in every checkpoint: all "
         "settings, and hashes of model, tokenizer, chat template, each prompt, and your own functions' source files, with the "
         "versions of the software. `run.resume=true` compares all of it before anything is written.",
-        "*refused*: the learner does not start, and names the setting, both values and the cure. *recorded*: the run goes on, "
+        "*refused*: the learner does not start, and names the setting, both values and the fix. *recorded*: the run continues, "
         "with a line in the log and a `resumed_with_changes` event in `metrics.jsonl` for each difference. *ignored*: nothing "
-        "is said.",
-        "Weight files are hashed whole, which costs 0.1 s of CPU per GB and reads what the learner loads next. Of your own "
-        "functions, the file they are in and the modules that it imports from the same folder tree are hashed; not installed "
-        "packages, nor what is imported by a name made at run time. A run of an older version, which kept none of it, resumes "
-        "with a warning.",
+        "is reported.",
+        "Weight files are hashed completely, which takes 0.1 s of CPU time per GB and reads what the learner loads next. For "
+        "your own functions, offbeat hashes the file that they are in and the modules that it imports from the same folder "
+        "tree. It does not hash installed packages, or modules that are imported by a name computed at run time.",
     ]
     for outcome in get_args(Outcome):
         lines = [(", ".join(f"`{name}`" for name in rule.names), rule.why) for rule in RULES if rule.outcome == outcome]
@@ -103,15 +102,16 @@ def health_page() -> str:
     parts = [
         _WRITTEN,
         "# Health",
-        "A run that is dead, broken or waiting says so: once in the log, as a `health` event in `metrics.jsonl`, as a line of "
-        "the terminal's display and of `offbeat status` while it lasts, and in the report. `health_cleared` ends it.",
+        "A run reports its own problems: once in the log, as a `health` event in `metrics.jsonl`, as a line in the terminal "
+        "and in `offbeat status` while the problem lasts, and in the report. The event `health_cleared` ends it.",
         "## Steps",
-        f"Looked at after each optimizer step. A rule is cleared after {CLEAR_STEPS} steps in a row without its condition.",
+        f"Checked after each optimizer step. A rule is cleared after {CLEAR_STEPS} steps in a row without its condition.",
         _table(("rule", "condition", "hint"), rules),
         "## Late batches",
-        f"Looked at while the learner waits for a batch, and told after {LATE_S:g} s; what is usual, only after "
-        f"{LATE_FACTOR:g} times the mean of the last {NUM_WAITS} waits too. Of several reasons the first is told. Cleared by "
-        "the next batch. `train.no_actor_timeout_s` and `train.no_group_timeout_s` end the wait, and the run with the reason.",
+        f"Checked while the learner waits for a batch. Reported after {LATE_S:g} s; for common causes, only once the wait "
+        f"also exceeds {LATE_FACTOR:g}x the mean of the last {NUM_WAITS} waits. If several reasons apply, the first is "
+        "reported. The next batch clears it. `train.no_actor_timeout_s` and `train.no_group_timeout_s` limit the wait and "
+        "then end the run with the reason.",
         _table(("reason", "condition", "hint"), causes),
     ]
     return "\n\n".join(parts) + "\n"

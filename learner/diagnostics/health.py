@@ -1,4 +1,4 @@
-"""Health rules: signs in the step rows that a run is dead, breaks, or waits, each with its reason and a hint."""
+"""Health rules: signs in the step rows that a run learns nothing, breaks, or waits, each with its reason and a hint."""
 
 import math
 import statistics
@@ -186,7 +186,7 @@ def learner_idle(steps: Sequence[StepRow]) -> str | None:
     """The learner waits for rollouts most of the time."""
     share = _share_of_time(steps, "time/wait_rollouts_s")
     if share >= IDLE_SHARE:
-        return f"The learner is idle for want of rollouts, {share:.0%} of the last {IDLE_STEPS} steps' time"
+        return f"The learner waits for rollouts, {share:.0%} of the last {IDLE_STEPS} steps' time"
     return None
 
 
@@ -194,9 +194,7 @@ def actors_idle(steps: Sequence[StepRow]) -> str | None:
     """The staleness bound keeps actors from work most of the time."""
     share = _share_of_time(steps, "time/held_back_s")
     if share >= IDLE_SHARE:
-        return (
-            f"Actors are idle for want of leases, {share:.0%} of the last {IDLE_STEPS} steps' time: the bound holds them back"
-        )
+        return f"Actors wait for leases, {share:.0%} of the last {IDLE_STEPS} steps' time, because of the staleness bound"
     return None
 
 
@@ -215,25 +213,26 @@ def bound_starves(steps: Sequence[StepRow]) -> str | None:
     if needed <= bound:
         return None
     return (
-        f"Learner and actors wait for each other: groups take {latency_s:.3g} s, steps {work_s:.3g} s, and the bound of "
-        f"{bound:g} keeps the next leases back. Widen staleness.max_staleness to {needed}"
+        f"Learner and actors wait for each other: groups take {latency_s:.3g} s, steps {work_s:.3g} s, and "
+        f"staleness.max_staleness = {bound:g} keeps the next leases back. A bound of {needed} would be enough"
     )
 
 
 RULES = (
     HealthRule(
         "no_signal",
-        f"In each of {SIGNAL_STEPS} steps all rewards are equal, or those within each group: every advantage of a group "
-        "baseline is 0.",
-        "Read some completions (`offbeat samples`) and check the reward; use prompts of another difficulty, a larger "
-        "rollout.group_size or temperature. After a change of the learning rate: the policy may be ruined, resume an earlier "
+        f"In each of {SIGNAL_STEPS} steps all rewards are equal, or all rewards within each group are, so every advantage "
+        "with a group baseline is 0.",
+        "Read some completions (`offbeat samples`) and check the reward. Use harder or easier prompts, or a larger "
+        "rollout.group_size or temperature. If you have changed the learning rate, the policy may be ruined: resume an earlier "
         "checkpoint.",
         no_signal,
     ),
     HealthRule(
         "groups_alike",
         f"In at least {ALIKE_SHARE:.0%} of the groups of {ALIKE_STEPS} steps, though not in all, the rewards are equal.",
-        'Use prompts of another difficulty, or loss.zero_variance = "drop".',
+        "The task may be solved: look at the held-out reward. If it is not, use harder or easier prompts, or "
+        'loss.zero_variance = "drop".',
         groups_alike,
     ),
     HealthRule(
@@ -245,7 +244,7 @@ RULES = (
     HealthRule(
         "entropy_collapsed",
         f"In each of {ENTROPY_STEPS} steps the policy's mean entropy is below {LEAST_ENTROPY:g} nats per token.",
-        "Completions hardly differ any more. If the reward is not what you want yet: lower train.learning_rate, raise "
+        "Completions hardly differ any more. If the reward is not high enough yet, lower train.learning_rate, or raise "
         "loss.entropy_coef or loss.clip_high.",
         entropy_collapsed,
     ),
@@ -258,20 +257,21 @@ RULES = (
     HealthRule(
         "ratios_exploded",
         f"In each of {EXPLODED_STEPS} steps the 5th or 95th percentile of log s is beyond {LARGEST_LOG_RATIO:g} nats.",
-        "The policy has left what sampled its data: lower train.learning_rate or staleness.max_staleness.",
+        "The policy has moved too far from the one that sampled its data: lower train.learning_rate or "
+        "staleness.max_staleness.",
         ratios_exploded,
     ),
     HealthRule(
         "gradient_exploded",
         f"In each of {EXPLODED_STEPS} steps the gradient norm is above {GRADIENT_FACTOR:g} times the median of the up to "
         f"{GRADIENT_STEPS} steps before them.",
-        "Lower train.learning_rate; look at the completions of these steps.",
+        "Lower train.learning_rate, and look at the completions of these steps.",
         gradient_exploded,
     ),
     HealthRule(
         "gradient_zero",
         f"In each of {SIGNAL_STEPS} steps the gradient norm is 0, although rewards differ.",
-        "Everything is clipped or masked: see clip/fraction and correction/masked, widen the band.",
+        "Everything is clipped or masked: see clip/fraction and correction/masked, and widen the clip range.",
         gradient_zero,
     ),
     HealthRule(
@@ -283,22 +283,22 @@ RULES = (
     ),
     HealthRule(
         "learner_idle",
-        f"The learner waits for rollouts in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} steps; not with max_staleness 0.",
+        f"The learner waits for rollouts {IDLE_SHARE:.0%} of the time in {IDLE_STEPS} steps; not with max_staleness 0.",
         "Add actors, or raise staleness.max_staleness if it holds them back.",
         learner_idle,
     ),
     HealthRule(
         "actors_idle",
-        f"The staleness bound alone keeps an actor with room from a lease in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} "
-        "steps; not with max_staleness 0.",
+        f"Only the staleness bound keeps an actor with capacity from getting a lease, {IDLE_SHARE:.0%} of the time in "
+        f"{IDLE_STEPS} steps; not with max_staleness 0.",
         "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
         actors_idle,
     ),
     HealthRule(
         "bound_starves",
-        f"In {IDLE_STEPS} steps the learner waits for rollouts in {STARVED_SHARE:.0%} of the time, the bound keeps an actor "
-        "from a lease in as much of it, and groups take longer than `staleness.max_staleness` steps.",
-        "Or end long episodes earlier (environment.episode_timeout_s).",
+        f"In {IDLE_STEPS} steps the learner waits for rollouts {STARVED_SHARE:.0%} of the time, the bound keeps an actor from "
+        "getting a lease for as long, and groups take longer than `staleness.max_staleness` steps.",
+        "Raise staleness.max_staleness, or end long episodes earlier (environment.episode_timeout_s).",
         bound_starves,
     ),
 )

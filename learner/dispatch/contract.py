@@ -232,7 +232,7 @@ def differences(contract: Contract, hello: Hello) -> list[str]:
     if not hello.engine.has_weight_files:
         found.append("it has no weight files, so its first update is its noise floor (canary)")
     if hello.engine.max_model_len > contract.max_length:
-        found.append(f"its engine takes {hello.engine.max_model_len} tokens, the run needs {contract.max_length}")
+        found.append(f"max length {hello.engine.max_model_len} tokens (the run needs {contract.max_length})")
     if hello.engine.quantization:
         found.append(
             f"it computes with {hello.engine.quantization}, the learner does not: `offbeat calibrate` measures the noise"

@@ -43,57 +43,57 @@ CAUSES: dict[str, Cause] = {
         "Free space, or lower log.min_free_mb.",
     ),
     "no_actor": Cause(
-        "No actor is connected, not yet or no more.",
-        "Start one with `offbeat actor`; `offbeat status` lists those that were refused.",
+        "No actor is connected.",
+        "Start one with `offbeat actor`. `offbeat status` lists actors that were refused.",
     ),
     "all_quarantined": Cause(
-        "Every actor's log-probs of the canary differ from the learner's.",
-        "Look for the cause at the learner; weights.canary_tolerance may allow a larger difference.",
+        "The canary log-probs of every actor differ from the learner's.",
+        "Look for the cause in the learner. If the difference is harmless, raise weights.canary_tolerance.",
     ),
     "rewards_failing": Cause(
-        f"The last {FAILING_LEASES} or more leases failed, or groups wait for rewards that cannot be had.",
-        "Repair task.reward or what it asks; train.max_failed_leases in a row end the run.",
+        f"The last {FAILING_LEASES} or more leases failed, or groups wait for rewards that are unavailable.",
+        "Repair task.reward or the service behind it. The run ends after train.max_failed_leases in a row.",
     ),
     "groups_dropped": Cause(
         "At least a batch of groups was dropped during the wait.",
         "`zero_variance`: the prompts are too easy or too hard. `stale`: raise staleness.max_staleness.",
     ),
     "evaluation_first": Cause(
-        "Actors work on held-out prompts, which go first, and on no training prompt.",
+        "Actors work only on held-out prompts, which have priority.",
         "Wait, add actors, or lower evaluation.num_prompts.",
         is_usual=True,
     ),
     "rewards_unavailable": Cause(
-        "Completions of the missing groups wait for rewards that cannot be had.",
-        "Bring the service behind task.reward back; after task.reward_retry_s such leases fail.",
+        "Completions of the missing groups wait for rewards that are unavailable.",
+        "Bring back the service behind task.reward. After task.reward_retry_s these leases fail.",
     ),
     "generating": Cause(
         "Actors work on the missing groups.",
-        "Wait, add actors, or lower rollout.max_new_tokens; a stuck actor loses its lease after rollout.lease_timeout_s.",
+        "Wait, add actors, or lower rollout.max_new_tokens. A stuck actor loses its lease after rollout.lease_timeout_s.",
         is_usual=True,
     ),
     "unclaimed": Cause(
-        "Actors have not come back with the leases that they held before the learner was restarted.",
-        "Wait: after hub.dead_after_s the prompts go to others.",
+        "Actors that held leases before the learner was restarted have not reconnected.",
+        "Wait. After hub.dead_after_s other actors get the prompts.",
     ),
-    "unreachable": Cause("No message gets through to any actor.", "Check the network."),
+    "unreachable": Cause("The learner cannot reach any actor.", "Check the network."),
     "no_weights": Cause(
-        "No actor has weights: all have just joined, or are left out of updates after failures.",
-        "`offbeat status` says why; check that actors reach the learner at weights.port and weights.pull_port.",
+        "No actor has weights: all have just joined, or are skipped in updates after failures.",
+        "See `offbeat status`, and check that actors can reach the learner at weights.port and weights.pull_port.",
     ),
-    "no_credit": Cause("Every actor offers to take no lease.", "Raise actor.max_inflight_groups."),
+    "no_credit": Cause("No actor accepts any leases.", "Raise actor.max_inflight_groups."),
     "unable": Cause(
         "No actor can take a lease, for different reasons: quarantine, no connection, no weights, no credit.",
-        "See the reasons of each.",
+        "`offbeat status` shows the reason for each.",
     ),
     "weights_behind": Cause(
-        "The staleness bound asks for newer weights than the actors with room have.",
-        "Wait for the update; `offbeat status` says who fails to take it.",
+        "The staleness bound requires newer weights than the actors with capacity have.",
+        "Wait for the update. `offbeat status` shows actors that fail to load it.",
     ),
-    "held_back": Cause("The staleness bound admits no lease.", "Raise staleness.max_staleness.", is_usual=True),
+    "held_back": Cause("The staleness bound allows no more leases.", "Raise staleness.max_staleness.", is_usual=True),
     "granting": Cause("Leases are about to be granted.", "Wait.", is_usual=True),
 }
-"""Every reason for which a batch can be late. When several hold, the first is told."""
+"""Every reason for which a batch can be late. If several apply, the first is reported."""
 
 
 class Late(NamedTuple):
@@ -106,7 +106,7 @@ class Late(NamedTuple):
 
 
 class Watchdog:
-    """Owns the duration of the wait for a batch. Tells the reason of a long one, and ends the run when it is hopeless."""
+    """Measures the wait for a batch. Reports the reason of a long wait, and ends the run when a deadline is over."""
 
     def __init__(
         self,

@@ -174,7 +174,7 @@ def test_bound_that_is_too_small_for_the_groups_says_which_would_do() -> None:
     run.step(1, group__seconds_mean=7.5, **starved)
     assert run.told() == [("bound_starves", "health", 20)]
     assert "groups take 7.5 s, steps 1 s" in run.events[0].detail
-    assert "Widen staleness.max_staleness to 8." in run.events[0].detail
+    assert "A bound of 8 would be enough. Raise staleness.max_staleness" in run.events[0].detail
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,10 @@ def test_ratio_of_the_runs_first_step_is_logged_and_compared_with_the_noise_floo
         bench.record([FIRST], [1], 1)
     assert bench.calibration_watch.seen == [1]
     (message,) = caplog.messages
-    assert message.startswith("FIRST RATIO of the run, where nothing is stale (lag up to 0): mean |s - 1| = 1.00e-03, 25.0% of")
+    assert message.startswith(
+        "Sanity check at the first step (lag up to 0): engine and learner log-probs differ by a mean ratio "
+    )
+    assert "1.0e-03, 25.0% of completions clipped" in message
 
 
 def test_completions_that_a_step_left_out_become_an_event_with_their_leases_and_reasons() -> None:
