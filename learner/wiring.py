@@ -83,7 +83,7 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     canary_ids = canary_token_ids(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
     scored = trainer.score(canary_ids.tolist())
-    run = restore(config, trainer, inputs.prompts.train, record)
+    run = restore(config, inputs.identity.run_id, trainer, inputs.prompts.train, record)
     canary = Canary(
         canary_ids,
         dtype=config.model.dtype,

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.learner.leases.events import Started
 from offbeat.learner.leases.log_records import (
     HEADER_BYTES,
     LogDamagedError,
     Position,
     RawRecord,
     Record,
+    SegmentHeader,
+    decode_header,
     decode_record,
     find_whole,
-    read_segment_header,
     whole_records,
 )
 
@@ -63,9 +63,10 @@ def read_history(folder: Path, start: Position | None = None) -> Iterator[Record
     """Yield the records from `start`, or the oldest there is, to the end, and every gap between them.
 
     Another process may be writing. `Position(0, 0)` asks for the whole history. Raises `LogDamagedError` when the segments from
-    `start` on were deleted, and for a record that is whole but not understood.
+    `start` on were deleted, for segments of two runs, and for a record that is whole but not understood.
     """
     reached = start
+    run_id: str | None = None
     # Listed once: of a segment that has a successor here, all is written, even while a process writes the log.
     numbers = segment_numbers(folder)
     for number in numbers:
@@ -75,19 +76,21 @@ def read_history(folder: Path, start: Position | None = None) -> Iterator[Record
         opened = open_segment(path)
         if opened is None:
             continue
-        segment, previous_end = opened
+        segment, header = opened
         begin = start.offset if start is not None and number == start.segment else 0
-        if previous_end is None:
+        if header is not None and header.run_id != (run_id := run_id or header.run_id):
+            raise LogDamagedError(f"{path} is of run {header.run_id}, and the log before it of run {run_id}")
+        if header is None:
             if not begin:
                 yield Gap(Position(number, 0), Position(number, HEADER_BYTES))
-        elif reached is not None and reached < previous_end:
+        elif reached is not None and reached < header.previous_end:
             if number == numbers[0]:
                 raise LogDamagedError(
                     f"{folder}: the history before {path.name} was deleted, and it is needed from offset {reached.offset} of "
                     f"{segment_name(reached.segment)} on. Resume from a checkpoint made after that; or move the folder out of "
                     "run.dir to go on without the log: its groups are generated again."
                 )
-            yield Gap(reached, previous_end)
+            yield Gap(reached, header.previous_end)
         offset = max(begin, HEADER_BYTES)
         for raw in _records_around_damage(segment, offset):
             if raw.offset > offset:
@@ -117,16 +120,15 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / segment_name(number)
 
 
-def find_run_ids(folder: Path) -> dict[Path, str]:
-    """Return the run id in each segment with which a learner process began to write the log, in order."""
-    run_ids: dict[Path, str] = {}
+def read_headers(folder: Path) -> dict[Path, SegmentHeader]:
+    """Return the headers of all segments, without those that are damaged, in order of the files' names."""
+    headers: dict[Path, SegmentHeader] = {}
     for number in segment_numbers(folder):
         path = segment_path(folder, number)
-        opened = open_segment(path)
-        first = None if opened is None else next(whole_records(opened[0], HEADER_BYTES), None)
-        if first is not None and isinstance(event := decode_record(first, number, path).event, Started):
-            run_ids[path] = event.run_id
-    return run_ids
+        opened = _open_file(path)
+        if opened is not None and opened[1] is not None:
+            headers[path] = opened[1]
+    return headers
 
 
 def segment_numbers(folder: Path) -> list[int]:
@@ -134,11 +136,16 @@ def segment_numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def open_segment(path: Path) -> tuple[memoryview, Position | None] | None:
-    """Return a segment's bytes and where the history before it ended (None: its header is damaged).
+def open_segment(path: Path) -> tuple[memoryview, SegmentHeader | None] | None:
+    """Return a segment's bytes and header (None: its header is damaged).
 
-    Returns None when the segment is deleted or holds no record.
+    Returns None when the segment is deleted, holds no record, or is another one under this name.
     """
+    opened = _open_file(path)
+    return None if opened is None or (opened[1] is not None and opened[1].number != int(path.stem)) else opened
+
+
+def _open_file(path: Path) -> tuple[memoryview, SegmentHeader | None] | None:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
@@ -147,7 +154,7 @@ def open_segment(path: Path) -> tuple[memoryview, Position | None] | None:
     except FileNotFoundError:
         return None
     try:
-        return segment, read_segment_header(segment, path)
+        return segment, decode_header(segment, path)
     except LogDamagedError:
         # After a power failure a file can be longer than its written content.
         return None if find_whole(segment, HEADER_BYTES) is None else (segment, None)

@@ -1,11 +1,12 @@
 """The records of the rollout log, in memory: their bytes, encoded and decoded.
 
-    segment header   magic and format | where the history before this segment ended | checksum
+    segment header   magic and format | number of the segment | where the history before it ended | run id | checksum
     record           checksum | length of body | length of arrays | body: the event, msgpack | zeros up to 8 bytes | arrays,
                      zeros up to 8 bytes, which count as arrays
 
-A record is whole when it lies within the file and its checksum is right. Everything read is untrusted: nothing is taken for a
-length before it is known to lie within the file.
+A record is whole when it lies within the file and its checksum, seeded with its offset, is right: a copy of it elsewhere is no
+record. A segment under another number than its header's is no part of the log. Everything read is untrusted: nothing is taken
+for a length before it is known to lie within the file.
 """
 
 import itertools
@@ -25,13 +26,13 @@ from offbeat.protocols.wire import ITEM_BYTES, has_context
 
 Buffer = bytes | bytearray | memoryview
 
-MAGIC = b"offbeat" + bytes([1])
+MAGIC = b"offbeat" + bytes([2])
 """The last byte is the format's version."""
 ALIGNMENT = 8
 """Records and their arrays begin at multiples of this: numpy and torch are slow on unaligned data, and behind damage whole
 records are looked for there. Older programs wrote no zeros behind arrays."""
 
-_SEGMENT = struct.Struct("<8sQQQ")
+_SEGMENT = struct.Struct("<8sQQQ16sQ")
 _RECORD = struct.Struct("<QII")
 _CHECKSUM = struct.Struct("<Q")
 _LENGTHS = struct.Struct("<II")
@@ -52,6 +53,17 @@ class Position(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tr
     """Number of the segment, from 1; no later process uses it again."""
     offset: int
     """Bytes into the segment's file."""
+
+
+class SegmentHeader(NamedTuple):
+    """The beginning of a segment's file."""
+
+    run_id: str
+    """Up to 16 characters."""
+    number: int
+    """Number of the segment, as in the file's name."""
+    previous_end: Position
+    """End of the history before the segment."""
 
 
 class Record(NamedTuple):
@@ -83,15 +95,16 @@ class LogFormatError(ServiceError):
     """Another version of offbeat wrote the log, in a format that this one does not know."""
 
 
-def segment_header(previous_end: Position) -> bytes:
+def encode_header(header: SegmentHeader) -> bytes:
     """Return the first bytes of a segment's file."""
-    unchecked = _SEGMENT.pack(MAGIC, previous_end.segment, previous_end.offset, 0)[: -_CHECKSUM.size]
+    run_id, number, end = header
+    unchecked = _SEGMENT.pack(MAGIC, number, end.segment, end.offset, run_id.encode("latin-1"), 0)[: -_CHECKSUM.size]
     return unchecked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(unchecked))
 
 
-def read_segment_header(segment: memoryview, path: Path) -> Position:
-    """Return where the history before this segment ended. `segment` has the length of a header; `path` is for errors."""
-    magic, number, offset, checksum = _SEGMENT.unpack_from(segment)
+def decode_header(segment: memoryview, path: Path) -> SegmentHeader:
+    """Return the header of a segment, which has the length of one at least; `path` is for errors."""
+    magic, number, end_segment, end_offset, run_id, checksum = _SEGMENT.unpack_from(segment)
     checked = MAGIC + segment[_CHECKSUM.size : HEADER_BYTES - _CHECKSUM.size]
     is_whole = checksum == xxhash.xxh3_64_intdigest(checked)
     # With a right checksum, a bit of the format's number is flipped.
@@ -102,18 +115,18 @@ def read_segment_header(segment: memoryview, path: Path) -> Position:
         )
     if magic != MAGIC or not is_whole:
         raise LogDamagedError(f"{path}: the header at offset 0 is damaged")
-    return Position(number, offset)
+    return SegmentHeader(run_id.rstrip(b"\0").decode("latin-1"), number, Position(end_segment, end_offset))
 
 
-def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buffer]:
-    """Return the parts of a record, to write one after another."""
+def encode_record(offset: int, event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buffer]:
+    """Return the parts of a record that begins at `offset` of its segment, to write one after another."""
     body = _encoder.encode(event)
     views = [memoryview(array.data if isinstance(array, np.ndarray) else array).cast("B") for array in arrays]
     assert [len(view) for view in views] == _array_lengths(event), f"{type(event).__name__} with arrays of another size"
     num_array_bytes = sum(map(len, views))
     views.append(memoryview(bytes(-num_array_bytes % ALIGNMENT)))
     checked = _LENGTHS.pack(len(body), num_array_bytes + len(views[-1])) + body + bytes(-len(body) % ALIGNMENT)
-    checksum = xxhash.xxh3_64(checked)
+    checksum = xxhash.xxh3_64(checked, seed=offset)
     for view in views:
         checksum.update(view)
     return [_CHECKSUM.pack(checksum.intdigest()) + checked, *views]
@@ -126,7 +139,7 @@ def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:
         body_start = offset + _RECORD.size
         arrays_start = body_start + num_body_bytes + -num_body_bytes % ALIGNMENT
         end = arrays_start + num_array_bytes
-        if end > len(segment) or checksum != xxhash.xxh3_64_intdigest(segment[offset + _CHECKSUM.size : end]):
+        if end > len(segment) or checksum != xxhash.xxh3_64_intdigest(segment[offset + _CHECKSUM.size : end], seed=offset):
             return
         yield RawRecord(offset, segment[body_start : body_start + num_body_bytes], segment[arrays_start:end], end)
         offset = end

@@ -29,7 +29,15 @@ from offbeat.common.errors import ServiceError
 from offbeat.common.processes.files import patiently, sync
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
-from offbeat.learner.leases.log_records import HEADER_BYTES, Buffer, LogFullError, Position, encode_record, segment_header
+from offbeat.learner.leases.log_records import (
+    HEADER_BYTES,
+    Buffer,
+    LogFullError,
+    Position,
+    SegmentHeader,
+    encode_header,
+    encode_record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +61,7 @@ class RolloutLog:
         self,
         folder: Path,
         *,
+        run_id: str,
         fsync: Fsync,
         segment_bytes: int,
         retain_bytes: int,
@@ -67,6 +76,7 @@ class RolloutLog:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._run_id = run_id
         self._fsync: Fsync = fsync
         self._segment_bytes = segment_bytes
         self._retain_bytes = retain_bytes
@@ -110,7 +120,7 @@ class RolloutLog:
         `Accepted` takes its token ids (int32) and behavior log-probs (float32), the other events take no array. The record
         survives the death of the process from now on; `commit` and `sync` protect from power failures.
         """
-        parts = encode_record(event, *arrays)
+        parts = encode_record(self._offset, event, *arrays)
         num_bytes = sum(map(len, parts))
         try:
             self._write(parts, num_bytes)
@@ -204,7 +214,8 @@ class RolloutLog:
         # Opened for appending, so that a removed record leaves no hole before the next one.
         descriptor = patiently(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666))
         try:
-            _write_all(descriptor, [segment_header(self._history_end)], HEADER_BYTES)
+            header = SegmentHeader(self._run_id, self._number, self._history_end)
+            _write_all(descriptor, [encode_header(header)], HEADER_BYTES)
         except OSError:
             os.close(descriptor)
             path.unlink()

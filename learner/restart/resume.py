@@ -27,7 +27,7 @@ from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import find_run_ids, read_history, read_record
+from offbeat.learner.leases.log_reading import read_headers, read_history, read_record, segment_name, segment_path
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, recover
@@ -176,11 +176,11 @@ class RunState(NamedTuple):
     log: RolloutLog | None
 
 
-def restore(config: Config, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> RunState:
+def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> RunState:
     """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     folder, has_log = Path(config.run.dir), config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
-    log = open_log(folder, config.log, state)
+    log = open_log(folder, run_id, config.log, state)
     may_append = config.task.appended_data == "allow"
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
     if config.run.resume:
@@ -267,21 +267,31 @@ def find_run_id(run_folder: Path) -> str | None:
     identity = read_identity(run_folder)
     if identity is not None and identity.run_id:
         return identity.run_id
-    if (run_folder / LOG).is_dir() and (run_ids := find_run_ids(run_folder / LOG)):
-        return list(run_ids.values())[-1]
+    if (run_folder / LOG).is_dir() and (headers := read_headers(run_folder / LOG)):
+        return list(headers.values())[-1].run_id
     newest = checkpoints.newest(run_folder / CHECKPOINTS)
     return _run_id_in(newest) if newest is not None else None
 
 
 def require_own_log(run_folder: Path, run_id: str) -> None:
-    """Raise `SettingError` when another run wrote a part of the rollout log in this folder."""
-    if not (run_folder / LOG).is_dir():
-        return
-    for path, found in find_run_ids(run_folder / LOG).items():
-        if found != run_id:
-            problem = f"this is run {run_id}, but run {found} wrote {path}"
+    """Raise `SettingError` when another run wrote a part of the rollout log in this folder, or a segment was renamed.
+
+    A copy of a segment that is there under its own name too is passed over, with a warning.
+    """
+    folder = run_folder / LOG
+    headers = read_headers(folder) if folder.is_dir() else {}
+    for path, header in headers.items():
+        if header.run_id != run_id:
+            problem = f"this is run {run_id}, but run {header.run_id} wrote {path}"
             cure = "Give the folder its own log back, or move the folder log out of run.dir to go on without it."
             raise SettingError("run.resume", True, problem, cure)
+        own_name = segment_name(header.number)
+        if path.name == own_name:
+            continue
+        if headers.get(segment_path(folder, header.number)) != header:
+            problem = f"{path} is the segment {own_name} of the rollout log under another name"
+            raise SettingError("run.resume", True, problem, f"Rename it to {own_name}, or move it out of the folder.")
+        logger.warning("%s is a copy of %s, and passed over", path, own_name)
 
 
 def set_damaged_aside(run_folder: Path, run_id: str) -> list[str]:
@@ -339,12 +349,13 @@ def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) 
     return None
 
 
-def open_log(run_folder: Path, settings: LogSection, state: ServiceState | None) -> RolloutLog | None:
+def open_log(run_folder: Path, run_id: str, settings: LogSection, state: ServiceState | None) -> RolloutLog | None:
     """Open the run's log to append to it; None when the run keeps none."""
     if not settings.enabled:
         return None
     return RolloutLog(
         run_folder / LOG,
+        run_id=run_id,
         fsync=settings.fsync,
         segment_bytes=settings.segment_mb << 20,
         retain_bytes=settings.retain_mb << 20,

@@ -77,7 +77,9 @@ def main() -> None:
     rows = []
     for num_tokens, num_actors, has_log in TRIALS:
         with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="hub-stages-benchmark-") as folder:
-            log = RolloutLog(Path(folder), fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI)
+            log = RolloutLog(
+                Path(folder), run_id="run", fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI
+            )
             spent = measure(num_tokens, num_actors, log if has_log else None)
             log.close()
         of_stages = [f"{spent[stage]:.1f}" for stage in STAGES]

@@ -53,7 +53,7 @@ def make_payload(num_tokens: int) -> Payload:
 
 def copy(folder: Path, payload: Payload, num_groups: int) -> float:
     """Copy the bytes of all groups; return the seconds."""
-    block = b"".join(encode_record(*payload))
+    block = b"".join(encode_record(0, *payload))
     target = memoryview(bytearray(len(block) * num_groups))
     # Touch every page first: a page cache in use has its pages already.
     target[:] = bytes(len(target))
@@ -65,7 +65,7 @@ def copy(folder: Path, payload: Payload, num_groups: int) -> float:
 
 def plain_write(folder: Path, payload: Payload, num_groups: int) -> float:
     """Write the bytes of all groups to a file; return the seconds."""
-    block = b"".join(encode_record(*payload))
+    block = b"".join(encode_record(0, *payload))
     with (folder / "plain").open("wb", buffering=0) as file:
         started = time.perf_counter()
         for _ in range(num_groups):
@@ -75,7 +75,7 @@ def plain_write(folder: Path, payload: Payload, num_groups: int) -> float:
 
 def append(folder: Path, payload: Payload, num_groups: int, *, fsync: Fsync, groups_per_commit: int = 1) -> float:
     """Append and commit all groups; return the seconds."""
-    log = RolloutLog(folder, fsync=fsync, segment_bytes=SEGMENT_BYTES, retain_bytes=HUGE, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync=fsync, segment_bytes=SEGMENT_BYTES, retain_bytes=HUGE, min_free_bytes=0)
     started = time.perf_counter()
     for index in range(num_groups):
         log.append(*payload)
@@ -112,7 +112,7 @@ def main() -> None:
     rows = []
     for num_tokens, num_groups in NUM_GROUPS.items():
         payload = make_payload(num_tokens)
-        num_bytes = sum(map(len, encode_record(*payload)))
+        num_bytes = sum(map(len, encode_record(0, *payload)))
         seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for _ in range(NUM_ROUNDS):
             for variant, measure in VARIANTS.items():

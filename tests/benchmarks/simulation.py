@@ -116,7 +116,9 @@ class SocketLearner:
         self._num_actors = setting.num_actors
         self._metrics = metrics
         self._train_s = WORKLOAD.train_s
-        self._log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 26, retain_bytes=1 << 30, min_free_bytes=0)
+        self._log = RolloutLog(
+            folder / "log", run_id="run", fsync="off", segment_bytes=1 << 26, retain_bytes=1 << 30, min_free_bytes=0
+        )
         self._publisher = make_publisher(
             LAYOUT, num_actors=setting.num_actors, max_staleness=setting.max_staleness, record=self._record
         )

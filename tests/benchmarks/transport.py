@@ -165,7 +165,9 @@ def serve_memory(connection: Connection) -> None:
     """Serve one trial; send the growth of resident memory after the actors join and after the last batch."""
     trial: Trial = connection.recv()
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="transport-benchmark-") as folder, open_hub(trial.keys) as hub:
-        log = RolloutLog(Path(folder), fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI)
+        log = RolloutLog(
+            Path(folder), run_id="run", fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI
+        )
         dispatcher = open_dispatcher(trial.num_groups // GROUPS_PER_STEP, log)
         hub_thread = HubThread(hub, dispatcher)
         hub_thread.start()

@@ -42,7 +42,7 @@ NOTICE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for an actor whose machine is taken away."""
 PREEMPTION_LOOK_S = 0.05
 DAY_S = 86_400.0
-DAMAGES_AT_THE_END = ("garbage", "half a record", "flipped bit", "cut")
+DAMAGES_AT_THE_END = ("garbage", "half a record", "repeated records", "copied segment", "flipped bit", "cut")
 DAMAGES_IN_THE_MIDDLE = ("flipped bit in the middle",)
 NEAR_RECORDS = 60
 """The middle is damaged within this many records of the end: a restart from the newest checkpoint reads no older ones."""
@@ -265,6 +265,10 @@ def corrupt_log(log: Path, damage: str, generator: random.Random) -> Committed:
     damage = damage if start < len(content) else "garbage"
     if damage == "garbage":
         content += generator.randbytes(generator.randint(1, 300))
+    elif damage == "repeated records":
+        content += content[min(record.position.offset for record in before[-3:] if record.position.segment == last.segment) :]
+    elif damage == "copied segment":
+        (log / f"{last.segment + 1:08d}.log").write_bytes(content)
     elif damage == "half a record":
         content += content[start : start + (len(content) - start) // 2]
     elif damage == "flipped bit":

@@ -16,23 +16,27 @@ from tests.chaos.test_chaos import detail_of
 DAMAGES = (*DAMAGES_AT_THE_END, *DAMAGES_IN_THE_MIDDLE)
 
 
+def log_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.log"))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_corrupted_log_loses_one_record_at_most_and_says_which(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "log"
-    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     for lease_id in range(5):
         log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
     log.close()
-    size = next(folder.glob("*.log")).stat().st_size
+    size = log_size(folder)
     corrupted = corrupt_log(folder, damage, random.Random(2))
     assert detail_of(corrupted).startswith(damage)
     is_record_hit = "flipped bit" in damage or damage == "cut"
     lost = [event.lease_id for event in corrupted.lost if isinstance(event, Expired)]
     assert len(lost) == is_record_hit
     assert ("middle" in damage) == (lost not in ([], [4]))
-    assert next(folder.glob("*.log")).stat().st_size > size or is_record_hit
+    assert log_size(folder) > size or is_record_hit
     # A learner goes on from there.
-    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     log.append(Expired(at=0.0, lease_id=9, reason="lost"))
     log.close()
     left = [record.event.lease_id for record in read_log(folder) if isinstance(record.event, Expired)]
@@ -43,7 +47,7 @@ def test_settings_that_were_changed_are_no_record_that_a_corrupted_log_loses(tmp
     folder = tmp_path / "log"
     for seed in range(40):
         shutil.rmtree(folder, ignore_errors=True)
-        log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+        log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
         log.append(Tuned(at=0.0, settings={"weights.canary_tolerance": "none"}, who="chaos", reason="", policy_version=3))
         log.close()
         corrupted = corrupt_log(folder, DAMAGES[seed % len(DAMAGES)], random.Random(seed))
@@ -71,7 +75,7 @@ def test_damage_to_the_newest_checkpoint_is_one_that_a_restart_finds(tmp_path: P
 
 def test_middle_of_a_long_log_is_damaged_where_a_restart_from_the_newest_checkpoint_reads(tmp_path: Path) -> None:
     folder = tmp_path / "log"
-    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     for lease_id in range(400):
         log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
     log.close()

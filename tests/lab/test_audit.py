@@ -357,7 +357,7 @@ def write_run(folder: Path, data: Path, events: Sequence[LeaseEvent]) -> Path:
     rows(folder, final_row(2, LedgerSums(leased=8, trained=4, dropped={"stale": 1}, expired=1, in_flight=2)))
     config = Config(run=RunSection(dir=str(folder), seed=SEED), task=TaskSection(train_data=str(data)))
     (folder / "config.toml").write_text(resolved_toml(config))
-    log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(folder / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     arrays = (np.array([1, 2], dtype=np.int32), np.array([-0.5, -1.0], dtype=np.float32))
     for event in events:
         log.append(event, *(arrays if isinstance(event, Accepted) else ()))
@@ -369,7 +369,7 @@ def test_damaged_log_and_impossible_groups_are_seen(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
     run = write_run(tmp_path / "run", data, GOOD)
-    log = RolloutLog(run / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(run / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     log.append(accepted(14), np.array([1, 2], dtype=np.int32), np.array([0.5, -1.0], dtype=np.float32))
     log.close()
     assert find(audited(run), "accepted groups").violations == ["lease 14: impossible log-probs"]

@@ -59,7 +59,7 @@ def test_log_of_an_older_program_is_not_compared() -> None:
 
 
 def test_audit_of_a_log_has_the_claim(tmp_path: Path) -> None:
-    log = RolloutLog(tmp_path, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(tmp_path, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     for event in (GOOD[0], replace(trained(0, 0), prompt_hashes=(99,))):
         log.append(event)
     log.close()

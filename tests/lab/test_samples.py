@@ -59,7 +59,9 @@ class Run:
             train=TrainSection(groups_per_step=1, steps_per_batch=2),
         )
         (folder / "config.toml").write_text(resolved_toml(config))
-        self.log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+        self.log = RolloutLog(
+            folder / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0
+        )
 
     def group(self, lease_id: int, rewards: tuple[float, float], version: int, prompt_hash: int | None = None) -> None:
         """Lease prompt `lease_id % 4` and accept two completions, `aa` and `aab`."""

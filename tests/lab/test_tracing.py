@@ -191,7 +191,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(
         resolved_toml(Config(run=RunSection(dir=str(tmp_path)), train=TrainSection(groups_per_step=1)))
     )
-    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(tmp_path / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     for event in (started(), granted(1, 100.0), trained(0, 1, selected_at=110.0, at=112.0)):
         log.append(event)
     log.close()

@@ -19,7 +19,7 @@ from offbeat.protocols.messages import SayHello
 def main(folder: Path, num_files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
     keys, allowed = read_key_pair(folder / "learner.key"), AllowList(folder / "allowed_keys")
-    log = RolloutLog(folder / "log", fsync="second", segment_bytes=256, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(folder / "log", run_id="run", fsync="second", segment_bytes=256, retain_bytes=1 << 30, min_free_bytes=0)
     num_answered = num_written = 0
     with Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=keys, allowed=allowed) as hub:
         print(hub.address.rpartition(":")[2], flush=True)

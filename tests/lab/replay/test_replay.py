@@ -71,7 +71,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20, retain_bytes: int = 1 << 30) -> None:
     """Groups 2k and 2k + 1 are leased while the learner is at version k - 1, arrive then, and make the step from version k."""
-    log = RolloutLog(folder, fsync="off", segment_bytes=segment_bytes, retain_bytes=retain_bytes, min_free_bytes=0)
+    log = RolloutLog(
+        folder, run_id="run", fsync="off", segment_bytes=segment_bytes, retain_bytes=retain_bytes, min_free_bytes=0
+    )
     log.append(Started(at=0.0, run_id="r", learner_incarnation=1, policy_version=0))
     num_records = 1
     for step in range(len(groups) // GROUPS_PER_STEP):
@@ -253,7 +255,7 @@ def test_command_prints_tables_or_json(run: Path) -> None:
 def test_settings_changed_while_the_run_went_on_are_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
     write_log(tmp_path / "log", make_groups(NUM_LEASES))
-    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log = RolloutLog(tmp_path / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     changed = {"staleness.max_staleness": "3", "train.learning_rate": "1e-5"}
     log.append(Tuned(at=9.0, settings=changed, who="me", reason="", policy_version=4))
     log.close()

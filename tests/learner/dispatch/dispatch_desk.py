@@ -352,7 +352,7 @@ class WillingLog(RolloutLog):
     num_commits = 0
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+        super().__init__(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
         self.folder = folder
 
     @property

@@ -177,7 +177,7 @@ def test_learner_begins_although_the_disk_is_full(log: WillingLog) -> None:
 
 
 def test_log_is_cut_short_by_nothing_that_the_oldest_checkpoint_needs(tmp_path: Path) -> None:
-    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=600, retain_bytes=600, min_free_bytes=0)
+    log = RolloutLog(tmp_path / "log", run_id="run", fsync="off", segment_bytes=600, retain_bytes=600, min_free_bytes=0)
     desk = Desk("train.groups_per_step=1", "staleness.max_staleness=9", log=log)
     actor = Actor(desk, "a").join(capacity=9)
     needed = log.end

@@ -96,7 +96,7 @@ ENTRIES = st.one_of(accepted_entries(), OTHER_EVENTS.map(Entry))
 
 
 def open_log(folder: Path, **changes: Any) -> RolloutLog:
-    options = {"fsync": "off", "segment_bytes": HUGE, "retain_bytes": HUGE, "min_free_bytes": 0} | changes
+    options = {"run_id": "run", "fsync": "off", "segment_bytes": HUGE, "retain_bytes": HUGE, "min_free_bytes": 0} | changes
     return RolloutLog(folder, **options)
 
 

@@ -29,7 +29,7 @@ def accepted(lease_id: int) -> tuple[Accepted, np.ndarray, np.ndarray]:
 def main() -> None:
     """Append groups until the process is killed."""
     folder, first_lease_id = Path(sys.argv[1]), int(sys.argv[2])
-    log = RolloutLog(folder, fsync="off", segment_bytes=SEGMENT_BYTES, retain_bytes=1 << 40, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=SEGMENT_BYTES, retain_bytes=1 << 40, min_free_bytes=0)
     for lease_id in range(first_lease_id, 1 << 31):
         log.append(*accepted(lease_id))
         log.commit()

@@ -53,7 +53,7 @@ class TapedLog(RolloutLog):
 
 
 def open_log(folder: Path, tape: list[tuple[Position, LeaseEvent]], after: Position | None = None) -> TapedLog:
-    log = TapedLog(folder, fsync="off", segment_bytes=1500, retain_bytes=3000, min_free_bytes=0, after=after)
+    log = TapedLog(folder, run_id="run", fsync="off", segment_bytes=1500, retain_bytes=3000, min_free_bytes=0, after=after)
     log.tape, log.is_disk_full, log.failures = tape, False, []
     return log
 

@@ -35,7 +35,7 @@ class Tale:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+        self.log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
         self.stream = PromptStream(NUM_PROMPTS, seed=0)
         self.positions: dict[int, Position] = {}
 
@@ -325,7 +325,7 @@ def test_checkpoint_of_a_learner_before_live_tuning_is_read(tale: Tale) -> None:
 
 
 def test_changed_prompt_of_a_logged_lease_or_group_is_refused(tmp_path: Path) -> None:
-    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+    log = RolloutLog(tmp_path / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
     desk = Desk("train.groups_per_step=9", log=log)
     desk.dispatcher.begin()
     actor = Actor(desk, "a").join(capacity=2)

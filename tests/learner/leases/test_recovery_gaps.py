@@ -230,7 +230,7 @@ def test_log_that_a_learner_goes_on_with_keeps_its_gap_and_all_around_it(tmp_pat
     recover_without(tmp_path, write)
     (path,) = tmp_path.glob("*.log")
     before = path.read_bytes()
-    log = RolloutLog(tmp_path, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+    log = RolloutLog(tmp_path, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
     log.append(Expired(at=0.0, lease_id=0, reason="late"))
     log.close()
     assert path.read_bytes() == before

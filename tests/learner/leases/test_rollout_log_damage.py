@@ -168,6 +168,31 @@ def test_damage_inside_a_segment_costs_one_record_and_is_told(tmp_path: Path) ->
     assert gaps(tmp_path, positions[4]) == gaps(tmp_path)
 
 
+def test_records_that_were_appended_again_are_passed_over(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    _, second, _ = append_all(log, [dropped(1), dropped(2), dropped(3)])
+    log.close()
+    (path,) = segments(tmp_path)
+    repeated = path.read_bytes()[second.offset :]
+    with path.open("ab") as file:
+        file.write(repeated)
+    with cuts() as cut:
+        log = open_log(tmp_path)
+    assert cut == [len(repeated)]
+    append_all(log, [dropped(4)])
+    assert lease_ids(tmp_path) == [1, 2, 3, 4]
+    assert gaps(tmp_path) == []
+
+
+def test_segments_of_two_runs_are_not_read_as_one_history(tmp_path: Path) -> None:
+    for run_id in ("run", "other"):
+        log = open_log(tmp_path, run_id=run_id)
+        append_all(log, [dropped(1)])
+        log.close()
+    with pytest.raises(LogDamagedError, match=r"00000002\.log is of run other, and the log before it of run run"):
+        lease_ids(tmp_path)
+
+
 @pytest.mark.parametrize("num_context", [1, 2])
 def test_damage_to_an_odd_number_of_numbers_hides_no_records(tmp_path: Path, num_context: int) -> None:
     """Whole records are looked for at multiples of eight bytes, and a token takes four."""
@@ -257,7 +282,7 @@ def test_a_damaged_header_hides_no_records(tmp_path: Path, offset: int) -> None:
 
 def test_numbers_that_an_actor_chose_are_not_taken_for_a_record(tmp_path: Path) -> None:
     """A record's arrays hold the bytes of another whole record; then the outer one is damaged."""
-    forged = b"".join(bytes(part) for part in encode_record(dropped(666).event))
+    forged = b"".join(bytes(part) for part in encode_record(0, dropped(666).event))
     arrays = [np.frombuffer(forged, np.int32), np.zeros(len(forged) // 4, np.float32)]
     completions = (CompletionMeta(len(arrays[0]), "stop", 0.0, (Segment(0, 0),)),)
     event = Accepted(at=0.0, lease_id=1, actor="a", completions=completions, generate_s=0.0, policy_version=0)
@@ -271,9 +296,9 @@ def test_numbers_that_an_actor_chose_are_not_taken_for_a_record(tmp_path: Path) 
 
 def test_a_log_in_another_format_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "00000001.log"
-    path.write_bytes(b"offbeat\2" + bytes(1000))
+    path.write_bytes(b"offbeat\1" + bytes(1000))
     for attempt in (open_log, lease_ids):
-        with pytest.raises(LogFormatError, match="format 2"):
+        with pytest.raises(LogFormatError, match="format 1"):
             attempt(tmp_path)
     assert path.stat().st_size == 1008
 

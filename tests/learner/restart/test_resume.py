@@ -20,9 +20,10 @@ from offbeat.common.weights.flat import make_layout
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
-from offbeat.learner.leases.events import Started, Tuned
+from offbeat.learner.leases.events import Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
+from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompt_stream import PromptTurn, StreamState
 from offbeat.learner.leases.prompts import Prompt
@@ -34,8 +35,8 @@ from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer_state import CheckpointMeta
 
 OLD_RUN = Path(__file__).parents[1] / "run_of_1a700fc"
-"""A run's folder as commit 1a700fc wrote it, with 5 prompts. At the checkpoint of version 1, lease 0 is trained, 1 ready,
-2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
+"""A run's folder as commit 1a700fc wrote it, its log in the present format, with 5 prompts. At the checkpoint of version 1,
+lease 0 is trained, 1 ready, 2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
 PROMPTS = [Prompt(index, f"p{index}", np.array([index, index + 10], np.int32), "{}") for index in range(5)]
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {"software: torch": "2.0"}, "run")
 NO_HASHES = np.empty(0, np.uint64)
@@ -205,7 +206,7 @@ def test_checkpoints_of_another_run_and_renamed_ones_are_set_aside_and_told(tmp_
 def write_log(run_folder: Path, *run_ids: str) -> None:
     """Write a log in which learner processes of these runs began one after another."""
     for run_id in run_ids:
-        log = resume.open_log(run_folder, NO_FSYNC, None)
+        log = resume.open_log(run_folder, run_id, NO_FSYNC, None)
         assert log is not None
         log.append(Started(at=0.0, run_id=run_id, learner_incarnation=1, policy_version=0))
         log.commit()
@@ -217,6 +218,39 @@ def test_log_of_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
     resume.require_own_log(tmp_path, "run")
     write_log(tmp_path, "other")
     with pytest.raises(SettingError, match=r"this is run run, but run other wrote .*00000003\.log.*without it"):
+        resume.require_own_log(tmp_path, "run")
+
+
+def test_rolled_over_segment_of_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
+    write_log(tmp_path / "own", "run")
+    write_log(tmp_path / "other", "other")
+    rolled = resume.open_log(tmp_path / "other", "other", msgspec.structs.replace(NO_FSYNC, segment_mb=0), None)
+    assert rolled is not None
+    for lease_id in range(2):
+        rolled.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
+    shutil.copy(tmp_path / "other" / "log" / "00000003.log", tmp_path / "own" / "log")
+    with pytest.raises(SettingError, match=r"this is run run, but run other wrote .*00000003\.log"):
+        resume.require_own_log(tmp_path / "own", "run")
+
+
+def test_copy_of_a_segment_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_log(tmp_path, "run")
+    log = tmp_path / "log"
+    shutil.copy(log / "00000001.log", log / "00000002.log")
+    resume.require_own_log(tmp_path, "run")
+    assert "00000002.log is a copy of 00000001.log, and passed over" in caplog.text
+    write_log(tmp_path, "run")
+    found = [record.position.segment for record in read_whole_log(log)]
+    assert found == [1, 3], "nothing is applied twice, and nothing is missing"
+
+
+def test_exchanged_segments_are_refused_with_their_names(tmp_path: Path) -> None:
+    write_log(tmp_path, "run", "run")
+    log = tmp_path / "log"
+    (log / "00000001.log").rename(log / "first")
+    (log / "00000002.log").rename(log / "00000001.log")
+    (log / "first").rename(log / "00000002.log")
+    with pytest.raises(SettingError, match=r"00000001\.log is the segment 00000002\.log .*Rename it to 00000002\.log"):
         resume.require_own_log(tmp_path, "run")
 
 
@@ -289,7 +323,7 @@ def test_run_without_a_checkpoint_begins_again_and_says_what_it_has(
 
 
 def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_path: Path) -> None:
-    log = resume.open_log(tmp_path, NO_FSYNC, None)
+    log = resume.open_log(tmp_path, "run", NO_FSYNC, None)
     assert log is not None
     log.close()
     recovered = resume.recover_run(tmp_path, None, PROMPTS, 3, has_log=True)
@@ -331,16 +365,16 @@ def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:
     state = resume.load_checkpoint(old_run, cast(RankedTrainer, trainer), has_log=True)
     assert trainer.policy_version == 1
     tuned = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=0)
-    ready = SavedLease(1, 2, 0, "actor-0", Position(1, 608), is_ready=True, oldest_version=0, granted_at=3.0)
+    ready = SavedLease(1, 2, 0, "actor-0", Position(1, 632), is_ready=True, oldest_version=0, granted_at=3.0)
     generating = SavedLease(3, 3, 0, "actor-0", None, is_ready=False, oldest_version=0, granted_at=5.0)
     assert state is not None
     assert (state.run_id, state.noise) == ("oldrun", Noise(0.25, 0.5))
     assert state.dispatcher.stream == StreamState(5, 3, 4, (PromptTurn(1, 0),))
     assert state.dispatcher.ledger.counts == LedgerCounts(leased=4, trained=1, expired=1, in_flight=2)
     assert state.dispatcher.ledger.open == (ready, generating)
-    assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1488), 1)
+    assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1512), 1)
     assert state.dispatcher.tuned == {"staleness.max_staleness": tuned}
-    assert resume.needed_by_oldest(old_run / "checkpoints", 2) == Position(1, 608)
+    assert resume.needed_by_oldest(old_run / "checkpoints", 2) == Position(1, 632)
 
 
 def test_checkpoint_is_written_with_the_bytes_of_an_older_program(old_run: Path) -> None:
@@ -350,7 +384,7 @@ def test_checkpoint_is_written_with_the_bytes_of_an_older_program(old_run: Path)
 
 def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
     state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
-    log = resume.open_log(old_run, NO_FSYNC, state)
+    log = resume.open_log(old_run, "oldrun", NO_FSYNC, state)
     assert log is not None
     log.close()
     recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
@@ -379,7 +413,7 @@ def test_without_a_log_only_the_checkpoint_counts(old_run: Path) -> None:
     state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
     recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=False)
     assert recovered.num_records == 0
-    assert resume.open_log(old_run, LogSection(enabled=False), state) is None
+    assert resume.open_log(old_run, "oldrun", LogSection(enabled=False), state) is None
 
 
 def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
