@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.rewards.retries import UnavailableRewards
-from offbeat.actor.sampling import Play, Played
+from offbeat.actor.sampling import LeaseSampler, SampledGroup
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
 from offbeat.protocols.messages import ActorMessage, GroupDone, Lease, LeaseFailed
@@ -90,15 +90,21 @@ class _WaitingLease(NamedTuple):
     images: tuple[ImagePatches, ...]
 
 
-class Jobs:
+class LeasesAtWork:
     """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
 
     def __init__(
-        self, engine: Engine, play: Play, outbox: Outbox, *, max_message_bytes: int, images: ImageReader | None = None
+        self,
+        engine: Engine,
+        sampler: LeaseSampler,
+        outbox: Outbox,
+        *,
+        max_message_bytes: int,
+        images: ImageReader | None = None,
     ) -> None:
         """`images` reads the images of prompts; None where prompts have none."""
         self._engine = engine
-        self._play = play
+        self._sampler = sampler
         self._outbox = outbox
         self._images = images
         self.max_message_bytes = max_message_bytes
@@ -121,12 +127,12 @@ class Jobs:
     @property
     def are_waiting_for_rewards(self) -> bool:
         """True while a reward or an environment is awaited."""
-        return self._play.is_waiting
+        return self._sampler.is_waiting
 
     @property
     def are_failing(self) -> bool:
         """True while most rewards or episodes fail for causes that may pass."""
-        return self._play.is_failing
+        return self._sampler.is_failing
 
     def add(self, lease: Lease, prompt_token_ids: list[int], image_files: Frame = b"") -> None:
         """Take a lease; it starts with the next `start_ready`. `image_files` are the images of its prompt."""
@@ -146,19 +152,19 @@ class Jobs:
         ready = [waiting for waiting in self._waiting if waiting.lease.min_policy_version <= version]
         self._waiting = [waiting for waiting in self._waiting if waiting.lease.min_policy_version > version]
         for lease, prompt_token_ids, images in ready:
-            self._play.begin(lease, prompt_token_ids, images)
+            self._sampler.begin(lease, prompt_token_ids, images)
 
     def step(self) -> None:
         """Advance the engine by one step."""
         for completion in self._engine.step():
-            self._play.add(completion)
+            self._sampler.add(completion)
 
     def collect(self) -> None:
         """Put the answers of leases that have ended into the outbox."""
-        for outcome in self._play.poll():
+        for outcome in self._sampler.poll():
             if self._lease_ids.pop(outcome.lease_id, 0) is not None:
                 continue
-            if isinstance(outcome, Played):
+            if isinstance(outcome, SampledGroup):
                 self._finish(outcome)
             else:
                 self._fail(outcome.lease_id, outcome.reason, outcome.detail)
@@ -179,21 +185,21 @@ class Jobs:
 
     def reward_trouble(self) -> UnavailableRewards | None:
         """Return which rewards are unavailable; None while none is."""
-        return self._play.trouble()
+        return self._sampler.trouble()
 
     def environment_counts(self) -> dict[str, float]:
         """Return the counters of episodes; empty without an environment."""
-        return self._play.counts()
+        return self._sampler.counts()
 
-    def _finish(self, played: Played) -> None:
-        message, arrays = as_group(played)
+    def _finish(self, group: SampledGroup) -> None:
+        message, arrays = as_group(group)
         largest = max(array.nbytes for array in arrays)
         if largest > self.max_message_bytes:
             # The hub would drop the connection, and the group would be sent again on the next one.
             detail = f"the group has {largest} bytes; the learner's hub.max_message_mb takes {self.max_message_bytes}"
-            self._fail(played.lease_id, "too_large", detail)
+            self._fail(group.lease_id, "too_large", detail)
             return
-        self._outbox.put(played.lease_id, message, *arrays)
+        self._outbox.put(group.lease_id, message, *arrays)
         self.num_groups += 1
 
     def _return(self, lease_ids: Iterable[int]) -> None:
@@ -207,15 +213,15 @@ class Jobs:
     def _abort(self, lease_id: int) -> None:
         if lease_id in self._lease_ids:
             del self._lease_ids[lease_id]
-            self._play.cancel(lease_id)
+            self._sampler.cancel(lease_id)
             self._waiting = [waiting for waiting in self._waiting if waiting.lease.lease_id != lease_id]
 
 
-def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
+def as_group(group: SampledGroup) -> tuple[GroupDone, tuple[Array, ...]]:
     """Return the message that answers a lease, and its arrays, completions concatenated."""
-    completions = played.completions
+    completions = group.completions
     message = GroupDone(
-        lease_id=played.lease_id,
+        lease_id=group.lease_id,
         completions=tuple(
             CompletionMeta(
                 len(completion.token_ids),
@@ -226,10 +232,10 @@ def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
                 completion.turns,
                 completion.environment_s,
             )
-            for completion, reward in zip(completions, played.rewards, strict=True)
+            for completion, reward in zip(completions, group.rewards, strict=True)
         ),
-        generate_s=played.generate_s,
-        reward_s=played.reward_s,
+        generate_s=group.generate_s,
+        reward_s=group.reward_s,
     )
     arrays: list[Array] = [
         np.concatenate([completion.token_ids for completion in completions]),

@@ -17,7 +17,7 @@ from offbeat.common.models.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
 
-class Played(NamedTuple):
+class SampledGroup(NamedTuple):
     """The completions of a lease with their rewards, in the order of the group."""
 
     lease_id: int
@@ -29,7 +29,7 @@ class Played(NamedTuple):
     """Seconds from then on until all rewards were known; episodes come with theirs."""
 
 
-class PlayFailure(NamedTuple):
+class SamplingFailure(NamedTuple):
     """A lease that cannot become a group."""
 
     lease_id: int
@@ -39,7 +39,7 @@ class PlayFailure(NamedTuple):
     """One line."""
 
 
-class Play(Protocol):
+class LeaseSampler(Protocol):
     """Makes groups of leases with the engine. All methods are called from the engine's thread and never wait."""
 
     @property
@@ -55,7 +55,7 @@ class Play(Protocol):
         """Take a completion from the engine."""
         ...
 
-    def poll(self) -> list[Played | PlayFailure]:
+    def poll(self) -> list[SampledGroup | SamplingFailure]:
         """Return the leases that have ended since the last call, each once."""
         ...
 
@@ -96,7 +96,7 @@ class _Group:
 
 
 class SingleTurns:
-    """Samples the completions of leases and has them rewarded; see `Play` for the methods."""
+    """Samples the completions of leases and has them rewarded; see `LeaseSampler` for the methods."""
 
     def __init__(
         self,
@@ -132,17 +132,17 @@ class SingleTurns:
         row = msgspec.json.decode(group.lease.row)
         self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
 
-    def poll(self) -> list[Played | PlayFailure]:
-        outcomes: list[Played | PlayFailure] = []
+    def poll(self) -> list[SampledGroup | SamplingFailure]:
+        outcomes: list[SampledGroup | SamplingFailure] = []
         for result in self._rewards.poll():
             group = self._groups.pop(result.key, None)
             if group is None:
                 continue
             if isinstance(result, Rewarded):
                 reward_s = self._clock() - group.started_at - group.generated_s
-                outcomes.append(Played(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
+                outcomes.append(SampledGroup(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
             else:
-                outcomes.append(PlayFailure(result.key, result.reason, result.detail))
+                outcomes.append(SamplingFailure(result.key, result.reason, result.detail))
         return outcomes
 
     def cancel(self, lease_id: int) -> None:

@@ -1,6 +1,6 @@
 """The actor: leases in, groups out, new weights between two engine steps. One loop on one thread.
 
-    LearnerContact -> leases -> Jobs (Engine.step -> completions -> RewardRunner -> groups) -> Outbox -> LearnerContact
+    LearnerContact -> leases -> LeasesAtWork (Engine.step -> completions -> RewardRunner -> groups) -> Outbox -> LearnerContact
                                          ^ commit <- WeightUpdates (thread) <- collective or pull
 
 Slow work beside sampling (transfers, rewards) is done by threads and processes that the loop polls.
@@ -22,7 +22,7 @@ from offbeat.actor.engines.engine import Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
-from offbeat.actor.leases_at_work import Jobs, Outbox
+from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
 from offbeat.actor.page import ActorPage, serving
 from offbeat.actor.rewards.calling import limits_of
 from offbeat.actor.rewards.runner import RewardRunner
@@ -139,7 +139,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
         )
         with contextlib.closing(engine):
             outbox = Outbox(resend_after_s=config.hub.dead_after_s)
-            play = (
+            sampler = (
                 SingleTurns(engine, load_tokenizer(model), judge)
                 if isinstance(judge, RewardRunner)
                 else Episodes(
@@ -152,9 +152,9 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     keeps_kv=config.actor.on_update == "keep_kv",
                 )
             )
-            jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
+            leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
             service = ActorService(
-                identity=identity, config=config, engine=engine, jobs=jobs, outbox=outbox, link=link, stop=stop
+                identity=identity, config=config, engine=engine, leases=leases, outbox=outbox, link=link, stop=stop
             )
             with serving(service.page, config.metrics.actor_bind):
                 return service.run()
@@ -169,7 +169,7 @@ class ActorService:
         identity: ActorIdentity,
         config: Config,
         engine: Engine,
-        jobs: Jobs,
+        leases: LeasesAtWork,
         outbox: Outbox,
         link: Link,
         stop: StopRequest,
@@ -177,7 +177,7 @@ class ActorService:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._jobs = jobs
+        self._leases = leases
         self._outbox = outbox
         self._stop = stop
         self._clock = clock
@@ -214,12 +214,12 @@ class ActorService:
                 self._keep_in_touch()
                 self._commit_weights()
                 if self._stop:
-                    self._jobs.return_waiting()
+                    self._leases.return_waiting()
                 else:
-                    self._jobs.start_ready()
+                    self._leases.start_ready()
                 if self._engine.num_unfinished:
                     self._generate()
-                self._jobs.collect()
+                self._leases.collect()
                 self._send_answers()
                 self._read_messages(self._longest_wait_s())
                 if self._stop:
@@ -263,7 +263,7 @@ class ActorService:
 
     def _generate(self) -> None:
         with self._seconds.spent_on("generate"):
-            self._jobs.step()
+            self._leases.step()
 
     def _send_answers(self) -> None:
         """Send finished groups and failures that are new, or not acknowledged for long."""
@@ -281,8 +281,8 @@ class ActorService:
             return 0.0
         is_change_expected = (
             self._weights.is_busy
-            or self._jobs.are_waiting_for_rewards
-            or self._jobs.are_waiting_for_weights
+            or self._leases.are_waiting_for_rewards
+            or self._leases.are_waiting_for_weights
             or not self._learner.is_welcome
         )
         return BUSY_WAIT_S if is_change_expected else IDLE_WAIT_S
@@ -300,9 +300,9 @@ class ActorService:
             return self._learner.receive(longest_wait_s)
 
     def _reason_to_wait(self) -> Activity:
-        if self._jobs.are_waiting_for_rewards:
+        if self._leases.are_waiting_for_rewards:
             return "wait_rewards"
-        is_behind = self._jobs.are_waiting_for_weights or self._engine.policy_version is None
+        is_behind = self._leases.are_waiting_for_weights or self._engine.policy_version is None
         return "wait_weights" if is_behind else "wait_leases"
 
     def _handle(self, message: LearnerMessage, arrays: tuple[Frame, ...]) -> None:
@@ -312,13 +312,13 @@ class ActorService:
             case SayHello():
                 self._learner.lose()
             case Lease():
-                self._jobs.add(message, token_ids(arrays[0]).tolist(), *arrays[1:])
+                self._leases.add(message, token_ids(arrays[0]).tolist(), *arrays[1:])
             case Ack():
                 if message.outcome == "rejected":
                     logger.warning("the learner rejected lease %d: %s", message.lease_id, message.detail)
                 self._outbox.acknowledge(message.lease_id)
             case Cancel():
-                self._jobs.cancel(message.lease_ids)
+                self._leases.cancel(message.lease_ids)
             case CreditLimit():
                 self._change_capacity(message.capacity)
             case WeightUpdate() | WeightPull():
@@ -342,7 +342,7 @@ class ActorService:
             num_held = len(self._held_lease_ids())
             logger.warning("the learner is a new process of the same run; the %d leases held here go on", num_held)
         self._weights.join(welcome.layout, canary, is_another_learner=is_another_learner)
-        self._jobs.max_message_bytes = welcome.max_message_bytes
+        self._leases.max_message_bytes = welcome.max_message_bytes
         self._outbox.send_all_again()
         self._offer()
 
@@ -359,7 +359,7 @@ class ActorService:
 
         More would only add to those that wait; with none, nobody would see that they succeed again.
         """
-        return min(1, self._capacity) if self._jobs.are_failing else self._capacity
+        return min(1, self._capacity) if self._leases.are_failing else self._capacity
 
     def _offer(self) -> None:
         credit = self._credit()
@@ -370,20 +370,20 @@ class ActorService:
 
     def _held_lease_ids(self) -> tuple[int, ...]:
         """Return the leases at work, and those whose answers are not acknowledged."""
-        return (*self._jobs.lease_ids, *self._outbox.lease_ids)
+        return (*self._leases.lease_ids, *self._outbox.lease_ids)
 
     def _stats(self) -> ActorStats:
         return ActorStats(
             num_generated_tokens=self._engine.num_generated_tokens,
-            num_groups_sent=self._jobs.num_groups,
+            num_groups_sent=self._leases.num_groups,
             num_running_completions=self._engine.num_unfinished,
             seconds=self._seconds.totals(),
             judge=counts_of_judge(),
-            environment=self._jobs.environment_counts(),
+            environment=self._leases.environment_counts(),
         )
 
     def _reward_trouble(self) -> RewardTrouble | None:
-        trouble = self._jobs.reward_trouble()
+        trouble = self._leases.reward_trouble()
         if trouble is None:
             return None
         return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.lease_ids)
@@ -396,20 +396,22 @@ class ActorService:
             self._finish_by = now + (settings.leave_within_s if settings.leave == "finish" else 0.0)
             self._capacity = 0
             self._offer()
-            logger.info("%s: %d leases at work; actor.leave = %s", self._stop.reason, len(self._jobs.lease_ids), settings.leave)
-        if not self._jobs.lease_ids or now >= self._finish_by or not self._learner.is_welcome:
+            logger.info(
+                "%s: %d leases at work; actor.leave = %s", self._stop.reason, len(self._leases.lease_ids), settings.leave
+            )
+        if not self._leases.lease_ids or now >= self._finish_by or not self._learner.is_welcome:
             self._hand_over()
 
     def _hand_over(self) -> None:
         """Give unfinished leases back, and wait for the learner to acknowledge all answers."""
-        num_returned = len(self._jobs.lease_ids)
-        self._jobs.return_all()
+        num_returned = len(self._leases.lease_ids)
+        self._leases.return_all()
         deadline = self._clock() + self._config.hub.dead_after_s
         while self._learner.is_welcome and len(self._outbox) and self._clock() < deadline and self._end_reason is None:
             self._keep_in_touch()
             self._send_answers()
             self._read_messages(BUSY_WAIT_S)
             # Leases that were under way when the learner heard of the credit of 0.
-            self._jobs.return_all()
+            self._leases.return_all()
         if self._end_reason is None:
             self._end_reason = f"{self._stop.reason}: handed back {num_returned} leases"

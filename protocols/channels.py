@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_loopback
-from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, Door, FloodGuard, monitor
+from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, ConnectionLimit, FloodGuard, monitor
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyCheck, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from offbeat.protocols.text import plain
@@ -113,7 +113,7 @@ class Hub:
         self._key_check: KeyCheck | None = None
         if key is not None and allowed is not None:
             self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
-        self._door = Door(self._socket)
+        self._connection_limit = ConnectionLimit(self._socket)
         try:
             self._bind(bind, patience_s)
         except ChannelError:
@@ -136,17 +136,17 @@ class Hub:
     @property
     def num_refused(self) -> int:
         """Connections that were turned away: without a key, with a key that is not allowed, or with another protocol."""
-        return self._door.num_refused
+        return self._connection_limit.num_refused
 
     @property
     def num_closed(self) -> int:
         """Connections that were closed because there were too many from which no message had come."""
-        return self._door.num_closed
+        return self._connection_limit.num_closed
 
     @property
     def max_peers(self) -> int:
         """Connections that the limit on open files leaves room for."""
-        return self._door.max_known
+        return self._connection_limit.max_known
 
     def wake(self) -> None:
         """End a `wait` on another thread."""
@@ -182,7 +182,7 @@ class Hub:
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
                 try:
-                    self._door.know(first_frame.get(_DESCRIPTOR))
+                    self._connection_limit.know(first_frame.get(_DESCRIPTOR))
                 # libzmq does not say which connection a message of ZMTP 1 or 2 came by. No actor speaks these, but the first
                 # five bytes of anything else can look like them: of a web page's request, or a port scanner's.
                 except zmq.ZMQError:
@@ -287,7 +287,7 @@ class Hub:
 
     def _close(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
-        self._door.close()
+        self._connection_limit.close()
         self._socket.close(linger=linger_ms)
         if self._key_check is not None:
             self._key_check.close()

@@ -1,10 +1,10 @@
 """Limits for peers that misbehave: how many may connect without a word, and how much nonsense they may send.
 
-`Door` bounds the connections of a socket by the limit on open files, and closes the oldest stranger when there are too many. A
-stranger is a connection from which no message has arrived that the hub listens to. ZeroMQ accepts every connection, and closes
-one that does not finish its handshake only after a while; until then each takes a descriptor that the log and the checkpoints
-need. The door learns of each connection through the socket's monitor, on a thread of its own: the hub's thread may be busy, or
-wait for a descriptor itself.
+`ConnectionLimit` bounds the connections of a socket by the limit on open files, and closes the oldest stranger when there are
+too many. A stranger is a connection from which no message has arrived that the hub listens to. ZeroMQ accepts every connection,
+and closes one that does not finish its handshake only after a while; until then each takes a descriptor that the log and the
+checkpoints need. `ConnectionLimit` learns of each connection through the socket's monitor, on a thread of its own: the hub's
+thread may be busy, or wait for a descriptor itself.
 
 `FloodGuard` mutes senders that flood the hub with bad messages. A sender is a public key, or the identity of a connection where
 no keys are in use. Names and keys are chosen by the senders, so everything remembered about them is bounded.
@@ -103,7 +103,7 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 _EVENTS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
-class Door:
+class ConnectionLimit:
     """Watches the connections of one socket until that socket's monitor stops."""
 
     def __init__(self, watched: zmq.Socket) -> None:
@@ -121,7 +121,7 @@ class Door:
         """The other end's address by descriptor, oldest first."""
         self._known: set[int] = set()
         self._monitor = monitor(watched, _EVENTS)
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="connection-limit", daemon=True)
         self._thread.start()
 
     def know(self, descriptor: int) -> None:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
-from offbeat.actor.environments.messages import PROMPT, Play, Sample, Sampled, Withdraw, digest_of
+from offbeat.actor.environments.messages import PROMPT, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.user_code.tools import ToolSchema
 
@@ -43,11 +43,11 @@ class ChatEpisode:
 
     def __init__(
         self,
-        play: Play,
+        play: PlayEpisode,
         *,
         max_length: int,
         max_episode_tokens: int,
-        send: Callable[[Sample | Withdraw], None],
+        send: Callable[[SampleTurn | Withdraw], None],
         open_url: Callable[["ChatEpisode"], str],
     ) -> None:
         """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all; `send` reaches the actor."""
@@ -65,7 +65,7 @@ class ChatEpisode:
         self._open_url = open_url
         self._num_asked = 0
         """Turns asked for, which is the number of the next one."""
-        self._replies: dict[int, asyncio.Future[Sampled]] = {}
+        self._replies: dict[int, asyncio.Future[TurnSampled]] = {}
         self._room = max_episode_tokens - play.num_prompt_tokens
         self._has_ended = False
 
@@ -79,7 +79,7 @@ class ChatEpisode:
         """The base URL of the episode's endpoint, which is opened for it."""
         return self._open_url(self)
 
-    async def sample(self, continues: int | None, context: list[int], max_new_tokens: int) -> tuple[int, Sampled]:
+    async def sample(self, continues: int | None, context: list[int], max_new_tokens: int) -> tuple[int, TurnSampled]:
         """Return the number of a new turn, and its tokens; `continues` is the number of a turn, `PROMPT`, or None for nothing.
 
         A call that is cancelled leaves no tokens.
@@ -88,7 +88,7 @@ class ChatEpisode:
             raise RuntimeError("sample() after the end of the episode: its function has returned, or was cancelled")
         number, taken = self._num_asked, len(context) + max_new_tokens
         back = 0 if continues is None else number - continues
-        self._send(Sample(episode=self.play.episode, back=back, context=context, max_new_tokens=max_new_tokens))
+        self._send(SampleTurn(episode=self.play.episode, back=back, context=context, max_new_tokens=max_new_tokens))
         self._num_asked += 1
         self._room -= taken
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class ChatEpisode:
             last = self._num_asked - 1
             self.turn_rewards[last] = self.turn_rewards.get(last, 0.0) + value
 
-    def take(self, sampled: Sampled) -> None:
+    def take(self, sampled: TurnSampled) -> None:
         """Hand the actor's answer to the call that waits."""
         reply = self._replies.get(sampled.turn)
         if reply is not None and not reply.done():

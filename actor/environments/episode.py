@@ -17,7 +17,7 @@ from offbeat.actor.environments.messages import PROMPT
 from offbeat.protocols.payload import Segment, Turn
 
 
-class Member(NamedTuple):
+class GroupMember(NamedTuple):
     """One episode of a group, over all its attempts."""
 
     lease_id: int
@@ -54,7 +54,7 @@ class EpisodeTurn:
 class Episode:
     """One episode: its turns in the order in which they were asked for."""
 
-    member: Member
+    member: GroupMember
     attempt: int
     prompt_token_ids: Sequence[int]
     started_at: float

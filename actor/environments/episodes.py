@@ -1,8 +1,8 @@
 """The episodes of leases: every token that the model reads or samples in them, with log-probs and policy versions.
 
-    begin(lease) -> Play -> worker
-    Sample(context) from a worker -> engine.submit(tokens so far, context) -> completion -> Sampled -> worker
-    Ended from every member of a group -> `Played`
+    begin(lease) -> PlayEpisode -> worker
+    SampleTurn(context) from a worker -> engine.submit(tokens so far, context) -> completion -> TurnSampled -> worker
+    Ended from every member of a group -> `SampledGroup`
 
 Only this side writes the tokens of an episode; history is never tokenized again. An episode that waits for its function holds
 nothing in the engine.
@@ -20,23 +20,23 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
 from offbeat.actor.engines.engine import Completion, Engine
-from offbeat.actor.environments.episode import Episode, EpisodeTurn, Member
+from offbeat.actor.environments.episode import Episode, EpisodeTurn, GroupMember
 from offbeat.actor.environments.messages import (
-    Cancel,
+    CancelEpisode,
     Ended,
     Failed,
     FromWorker,
-    Play,
+    PlayEpisode,
     Ready,
-    Sample,
-    Sampled,
+    SampleTurn,
+    TurnSampled,
     Withdraw,
     digest_of,
 )
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries, UnavailableRewards
-from offbeat.actor.sampling import Played, PlayFailure
+from offbeat.actor.sampling import SampledGroup, SamplingFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease, Sampling
@@ -69,14 +69,14 @@ class _Closing(NamedTuple):
     """A cancelled episode that its worker has not ended yet."""
 
     since: float
-    late: Member | None
+    late: GroupMember | None
     """The episode to play again once it has ended, because it took too long; None when nobody waits for it."""
     detail: str = ""
     """The limit that it exceeded, in words."""
 
 
 class Episodes:
-    """The episodes at work; see `Play` for the methods."""
+    """The episodes at work; see `LeaseSampler` for the methods."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Episodes:
         self._max_episode_tokens = max_episode_tokens
         self._keeps_kv = keeps_kv
         self._clock = clock
-        self._retries: Retries[Member] = Retries("episodes", retry_s, lambda member: member.lease_id)
+        self._retries: Retries[GroupMember] = Retries("episodes", retry_s, lambda member: member.lease_id)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
         self._requests: dict[str, tuple[Episode, int]] = {}
         """The episode, and the number of its turn, of each request to the engine."""
         self._closing: dict[str, _Closing] = {}
-        self._outcomes: list[Played | PlayFailure] = []
+        self._outcomes: list[SampledGroup | SamplingFailure] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         """The counts so far, by the names that `ActorRow.environment` explains."""
         self._has_shown_mistake = False
@@ -119,7 +119,7 @@ class Episodes:
         assert not images, "the settings refuse images in episodes"
         self._leases[lease.lease_id] = _Lease(lease, prompt_token_ids, self._clock())
         for index in range(lease.group_size):
-            self._play(Member(lease.lease_id, index))
+            self._play(GroupMember(lease.lease_id, index))
 
     def add(self, completion: Completion) -> None:
         if completion.request_id not in self._requests:
@@ -128,7 +128,7 @@ class Episodes:
         episode.add(number, completion)
         self._counts["turns"] += 1
         episode.turn_started_at = self._clock()
-        answer = Sampled(
+        answer = TurnSampled(
             episode=episode.name,
             turn=number,
             token_ids=completion.token_ids.tolist(),
@@ -136,13 +136,13 @@ class Episodes:
         )
         self._workers.send(episode.name, answer)
 
-    def poll(self) -> list[Played | PlayFailure]:
+    def poll(self) -> list[SampledGroup | SamplingFailure]:
         for message in self._workers.poll():
             if isinstance(message, str):
                 self._take_death(message, "its worker has died")
             else:
                 self._handle(message)
-        self._heed_limits()
+        self._end_late_episodes()
         for member in self._retries.take_due(self._clock()):
             self._play(member)
         outcomes, self._outcomes = self._outcomes, []
@@ -151,7 +151,7 @@ class Episodes:
     def cancel(self, lease_id: int) -> None:
         of_lease = self._leases.pop(lease_id, None)
         for index in range(of_lease.lease.group_size if of_lease is not None else 0):
-            self._retries.forget(Member(lease_id, index))
+            self._retries.forget(GroupMember(lease_id, index))
         for episode in [one for one in self._episodes.values() if one.member.lease_id == lease_id]:
             self._forget(episode)
             self._close(episode.name, _Closing(self._clock(), None))
@@ -174,7 +174,7 @@ class Episodes:
             "worker_restarts": self._workers.num_restarts,
         }
 
-    def _play(self, member: Member) -> None:
+    def _play(self, member: GroupMember) -> None:
         of_lease = self._leases[member.lease_id]
         now = self._clock()
         episode = Episode(member, of_lease.num_begun[member.number], of_lease.prompt_token_ids, now, now)
@@ -182,7 +182,7 @@ class Episodes:
         self._episodes[episode.name] = episode
         self._counts["begun"] += 1
         lease = of_lease.lease
-        message = Play(
+        message = PlayEpisode(
             episode=episode.name,
             row=lease.row,
             prompt=lease.prompt,
@@ -196,7 +196,7 @@ class Episodes:
 
     def _handle(self, message: FromWorker) -> None:
         match message:
-            case Sample():
+            case SampleTurn():
                 self._sample(message)
             case Withdraw():
                 self._withdraw(message)
@@ -215,7 +215,7 @@ class Episodes:
             case _:
                 assert_never(message)
 
-    def _sample(self, message: Sample) -> None:
+    def _sample(self, message: SampleTurn) -> None:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
@@ -233,7 +233,7 @@ class Episodes:
             self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
             return
         if not episode.sampling:
-            self._note_word(episode)
+            self._end_turn_of_function(episode)
         of_lease = self._leases[episode.member.lease_id]
         sampling = of_lease.lease.sampling
         longest = min(sampling.max_new_tokens, message.max_new_tokens, room)
@@ -264,7 +264,7 @@ class Episodes:
         if message.is_out_of_room:
             episode.finish_reason = "length"
         if not episode.sampling:
-            self._note_word(episode)
+            self._end_turn_of_function(episode)
         completion = episode.completion(message.turn_rewards)
         if completion is None:
             self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
@@ -279,7 +279,9 @@ class Episodes:
             del self._leases[episode.member.lease_id]
             in_order = [of_lease.ended[index] for index in range(of_lease.lease.group_size)]
             completions, rewards = zip(*in_order, strict=True)
-            self._outcomes.append(Played(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at))
+            self._outcomes.append(
+                SampledGroup(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at)
+            )
 
     def _fail_or_put_off(self, message: Failed) -> None:
         episode = self._episodes.get(message.episode)
@@ -311,7 +313,7 @@ class Episodes:
         if closing.late is not None and closing.late.lease_id in self._leases:
             self._play_again(closing.late, "environment_timeout", closing.detail)
 
-    def _play_again(self, member: Member, reason: Reason, detail: str) -> None:
+    def _play_again(self, member: GroupMember, reason: Reason, detail: str) -> None:
         """Begin an episode anew; fail its lease when it was begun too often."""
         self._counts["again_timeout" if reason == "environment_timeout" else "again_lost"] += 1
         of_lease = self._leases[member.lease_id]
@@ -323,10 +325,10 @@ class Episodes:
 
     def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
         self.cancel(lease_id)
-        self._outcomes.append(PlayFailure(lease_id, reason, detail))
+        self._outcomes.append(SamplingFailure(lease_id, reason, detail))
 
-    def _note_word(self, episode: Episode) -> None:
-        """Take note that the function hands the word on."""
+    def _end_turn_of_function(self, episode: Episode) -> None:
+        """Add the time since the function had the word last."""
         seconds = self._clock() - episode.turn_started_at
         episode.environment_s += seconds
         self._counts["seconds"] += seconds
@@ -344,9 +346,9 @@ class Episodes:
         """Ask a worker to end an episode."""
         self._counts["cancelled"] += 1
         self._closing[name] = closing
-        self._workers.send(name, Cancel(episode=name))
+        self._workers.send(name, CancelEpisode(episode=name))
 
-    def _heed_limits(self) -> None:
+    def _end_late_episodes(self) -> None:
         now = self._clock()
         for name in self._workers.not_begun():
             # The time that a process takes to start is nobody's turn.
@@ -359,7 +361,7 @@ class Episodes:
             if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
                 setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
                 self._forget(episode)
-                # Played again when it has ended: its worker may be blocked, and would hold the next attempt too.
+                # SampledGroup again when it has ended: its worker may be blocked, and would hold the next attempt too.
                 self._close(episode.name, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
         for name, closing in list(self._closing.items()):
             if name in self._closing and now > closing.since + self._limits.close_timeout_s:

@@ -40,7 +40,7 @@ def mcp(
     return McpServer(server, env, per_episode, start_timeout_s, call_timeout_s)
 
 
-class Session:
+class McpSession:
     """A connection to a server, begun at once."""
 
     def __init__(self, client: "Client", server: str, start_timeout_s: float, call_timeout_s: float) -> None:
@@ -116,7 +116,7 @@ class McpServer:
         self._per_episode = per_episode
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
-        self._shared: Session | None = None
+        self._shared: McpSession | None = None
 
     async def schemas(self) -> list[ToolSchema]:
         """Ask the server for its tools, in a session for this alone."""
@@ -136,7 +136,7 @@ class McpServer:
         ]
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self) -> AsyncIterator[McpSession]:
         """Give an episode its session."""
         if self._per_episode:
             own = self._begin()
@@ -149,7 +149,7 @@ class McpServer:
             self._shared = self._begin()
         yield self._shared
 
-    def _begin(self) -> Session:
+    def _begin(self) -> McpSession:
         try:
             from mcp import Client, StdioServerParameters
         except ImportError as error:
@@ -161,4 +161,4 @@ class McpServer:
             command, *arguments = name_parts = list(self._server)
             name = " ".join(name_parts)
             target = StdioServerParameters(command=command, args=arguments, env=dict(self._env or {}))
-        return Session(Client(target), name, self._start_timeout_s, self._call_timeout_s)
+        return McpSession(Client(target), name, self._start_timeout_s, self._call_timeout_s)

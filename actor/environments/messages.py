@@ -1,7 +1,7 @@
 """The messages between an actor and the processes that run its environment.
 
-    actor  -> Begin, Play, Sampled, Cancel -> worker
-    worker -> Ready, Sample, Withdraw, Ended, Failed -> actor
+    actor  -> Begin, PlayEpisode, TurnSampled, CancelEpisode -> worker
+    worker -> Ready, SampleTurn, Withdraw, Ended, Failed -> actor
 
 A `Pipe` carries them, and neither side waits for the other. The user's code runs in the worker, so whatever comes from there is
 checked before it is used.
@@ -42,7 +42,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reasoning_parser: str = ""
 
 
-class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PlayEpisode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An episode begins."""
 
     episode: str
@@ -60,17 +60,17 @@ class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_evaluation: bool
 
 
-class Sampled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The answer to a `Sample`."""
+class TurnSampled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to a `SampleTurn`."""
 
     episode: str
     turn: int
-    """Number of the `Sample`, from 0, in the order in which they were sent."""
+    """Number of the `SampleTurn`, from 0, in the order in which they were sent."""
     token_ids: list[int]
     finish_reason: str
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CancelEpisode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nobody waits for this episode any more. The worker answers with `Failed` unless it has ended."""
 
     episode: str
@@ -82,7 +82,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     problem: FreeText = ""
 
 
-class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SampleTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The function waits for a turn of the model. The samples of an episode are numbered from 0, in the order sent."""
 
     episode: str
@@ -123,8 +123,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     traceback: str = ""
 
 
-ToWorker = Begin | Play | Sampled | Cancel
-FromWorker = Ready | Sample | Withdraw | Ended | Failed
+ToWorker = Begin | PlayEpisode | TurnSampled | CancelEpisode
+FromWorker = Ready | SampleTurn | Withdraw | Ended | Failed
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from offbeat.actor.environments.chat import Chat
-from offbeat.actor.environments.mcp_servers import McpServer, Session
+from offbeat.actor.environments.mcp_servers import McpServer, McpSession
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.rewards.failures import is_transient
 from offbeat.common.errors import one_line
@@ -182,7 +182,7 @@ class ToolUse:
             sessions = {server: await stack.enter_async_context(server.session()) for server in self._servers}
             return await self._play(chat, row, sessions)
 
-    async def _play(self, chat: Chat, row: Row, sessions: Mapping[McpServer, Session]) -> object:
+    async def _play(self, chat: Chat, row: Row, sessions: Mapping[McpServer, McpSession]) -> object:
         for turn in range(1, self._max_turns + 1):
             reply = await chat.sample()
             chat.metric("turns", turn)
@@ -194,7 +194,7 @@ class ToolUse:
                 chat.add(message, max_tokens=self._max_result_tokens)
         raise AssertionError("max_turns is at least 1")
 
-    async def _answer(self, call: ToolCall, row: Row, sessions: Mapping[McpServer, Session]) -> str:
+    async def _answer(self, call: ToolCall, row: Row, sessions: Mapping[McpServer, McpSession]) -> str:
         """Return a tool's answer as the model reads it; a mistake of model or tool is one too."""
         try:
             if call.name in self._served:

@@ -19,18 +19,18 @@ import msgspec
 from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.endpoint.server import Endpoint
-from offbeat.actor.environments.endpoint.session import Session
+from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
     TO_WORKER,
     Begin,
-    Cancel,
+    CancelEpisode,
     Ended,
     Failed,
     FromWorker,
-    Play,
+    PlayEpisode,
     Ready,
-    Sampled,
+    TurnSampled,
 )
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.rewards.failures import failure_of, file_of
@@ -59,15 +59,15 @@ class Worker:
         self._endpoint = Endpoint(
             temperature=begin.temperature, ignores=begin.overrides_sampling, parses_tools=bool(begin.tool_parser)
         )
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         """The sessions of the episodes whose functions have asked for `chat.url`."""
         self._episodes: dict[str, ChatEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def handle(self, message: Play | Sampled | Cancel) -> None:
+    def handle(self, message: PlayEpisode | TurnSampled | CancelEpisode) -> None:
         """Begin an episode, hand it a turn, or end it."""
         match message:
-            case Play(episode=episode):
+            case PlayEpisode(episode=episode):
                 self._episodes[episode] = ChatEpisode(
                     message,
                     max_length=self._begin.max_length,
@@ -76,17 +76,17 @@ class Worker:
                     open_url=self._open_url,
                 )
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
-            case Sampled(episode=episode):
+            case TurnSampled(episode=episode):
                 if episode in self._episodes:
                     self._episodes[episode].take(message)
-            case Cancel(episode=episode):
+            case CancelEpisode(episode=episode):
                 if episode in self._tasks:
                     self._episodes[episode].end()
                     self._tasks[episode].cancel()
             case _:
                 assert_never(message)
 
-    async def _play(self, play: Play) -> None:
+    async def _play(self, play: PlayEpisode) -> None:
         episode = self._episodes[play.episode]
         try:
             outcome = await self._outcome(play, episode)
@@ -97,7 +97,7 @@ class Worker:
             if play.episode in self._sessions:
                 self._endpoint.close(self._sessions.pop(play.episode))
 
-    async def _outcome(self, play: Play, episode: ChatEpisode) -> Ended | Failed:
+    async def _outcome(self, play: PlayEpisode, episode: ChatEpisode) -> Ended | Failed:
         try:
             returned = await self._function(self._chat(episode), msgspec.json.decode(play.row))
             return self._ended(episode, returned, is_out_of_room=False)
@@ -135,7 +135,7 @@ class Worker:
 
     def _open_url(self, episode: ChatEpisode) -> str:
         name, chat = episode.play.episode, self._chat(episode)
-        session = self._sessions[name] = Session(
+        session = self._sessions[name] = AgentSession(
             name.replace("/", "-"), self._begin.max_length, lambda messages, tools: chat.restart(messages, tools or None)
         )
         return self._endpoint.open(session)

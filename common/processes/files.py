@@ -51,7 +51,7 @@ def lacks_descriptors(error: OSError) -> bool:
 def patiently(open_it: Callable[[], T]) -> T:
     """Return the result of `open_it`, which is called again for `PATIENCE_S` while no descriptor is free.
 
-    A burst of connections takes all descriptors until the hub's door has closed them, which takes milliseconds.
+    A burst of connections takes all descriptors until the hub's `ConnectionLimit` has closed them, which takes milliseconds.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:

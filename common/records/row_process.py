@@ -24,7 +24,7 @@ MAX_WAITING_ROWS = 1000
 """Rows that wait for a process that is busy; the pipe to it holds some more."""
 CLOSE_S = 10.0
 """Longest wait for a process to handle its last rows."""
-TELL_S = 60.0
+WARN_AGAIN_S = 60.0
 """Least seconds between two warnings of one kind."""
 
 
@@ -62,7 +62,7 @@ class RowProcess:
         """Monotonic time at which the process is killed, once it was asked to end."""
         self._has_ended = False
         self._num_dropped = 0
-        self._tell_at: dict[str, float] = {}
+        self._warn_at: dict[str, float] = {}
         """Monotonic times before which a warning of this kind is not repeated."""
         self._process = self._start(command)
         self._threads = [
@@ -89,9 +89,9 @@ class RowProcess:
         """Log a problem unless one of its kind was told a moment ago: every row may have it."""
         now = time.monotonic()
         with self._changed:
-            is_due = now >= self._tell_at.get(kind, now)
+            is_due = now >= self._warn_at.get(kind, now)
             if is_due:
-                self._tell_at[kind] = now + TELL_S
+                self._warn_at[kind] = now + WARN_AGAIN_S
         if is_due:
             logger.warning("%s: %s", self.setting, problem)
 

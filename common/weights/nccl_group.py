@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
 Request = Transfer | Literal["join"]
 
 
-class Answer(NamedTuple):
+class NcclAnswer(NamedTuple):
     """The end of a request, or of a part of one."""
 
     error: str | None = None
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
     """The error came with the end of the time limit: something hangs."""
 
 
-class Place(NamedTuple):
+class NcclStart(NamedTuple):
     """Everything that the process is started with."""
 
     store: tuple[str, int]
@@ -100,8 +100,8 @@ class NcclGroup:
         self._is_up = False
         try:
             self._connection, theirs = context.Pipe()
-            place = Place((store.host, store.port), seat, gpu_index, avoided)
-            self._process = context.Process(target=serve, args=(theirs, place), name="weights-nccl", daemon=True)
+            start = NcclStart((store.host, store.port), seat, gpu_index, avoided)
+            self._process = context.Process(target=serve, args=(theirs, start), name="weights-nccl", daemon=True)
             self._process.start()
         except OSError as error:
             raise CollectiveError(f"NCCL's process was not started: {error}") from error
@@ -146,7 +146,7 @@ class NcclGroup:
         limit_s = self._seat.timeout_s + GRACE_S
         began = time.monotonic()
         try:
-            answer: Answer | None = self._connection.recv() if self._connection.poll(limit_s) else None
+            answer: NcclAnswer | None = self._connection.recv() if self._connection.poll(limit_s) else None
         except (EOFError, OSError):
             self._process.join(CLOSE_S)
             raise CollectiveError(f"{what}: NCCL's process ended with exit status {self._process.exitcode}") from None
@@ -162,33 +162,33 @@ def gpu_uuid(gpu_index: int) -> str:
     return str(torch.cuda.get_device_properties(gpu_index).uuid)
 
 
-def serve(connection: Connection, place: Place) -> None:
+def serve(connection: Connection, start: NcclStart) -> None:
     """Answer the parent's requests, in the process of its own that this function is the body of."""
     # Ctrl-C reaches the whole process group; the parent decides what becomes of the transfer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(environment_of(place.avoided))
+    os.environ.update(environment_of(start.avoided))
     with contextlib.suppress(EOFError, OSError):
-        member = _answer(connection, place.seat.timeout_s, lambda _: Member(place))
+        member = _answer(connection, start.seat.timeout_s, lambda _: NcclMember(start))
         while True:
-            _answer(connection, place.seat.timeout_s, partial(member.do, connection.recv()))
+            _answer(connection, start.seat.timeout_s, partial(member.do, connection.recv()))
 
 
 def _answer(connection: Connection, timeout_s: float, work: Callable[[Callable[[], None]], T]) -> T:
-    """Do the work and tell the parent its end, and that of each part when the work says so; end the process if it failed."""
+    """Do the work, and report the end of each part and of all to the parent; end the process if it failed."""
     began = time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal began
-        connection.send(Answer())
+        connection.send(NcclAnswer())
         began = time.monotonic()
 
     try:
-        result = work(tell)
+        result = work(report)
     except Exception as error:
-        connection.send(Answer(describe(error), is_late=time.monotonic() - began >= timeout_s))
+        connection.send(NcclAnswer(describe(error), is_late=time.monotonic() - began >= timeout_s))
         raise SystemExit(1) from error
-    tell()
+    report()
     return result
 
 
@@ -204,40 +204,40 @@ def describe(error: Exception) -> str:
     return "; ".join([lines[0], *quoted])[:MAX_ERROR_CHARS]
 
 
-class Member:
+class NcclMember:
     """One rank of an NCCL group, with device memory for `NUM_BUCKETS` buckets."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._device = take_device(place.gpu_index)
-        num_bytes = place.seat.bucket_bytes
+    def __init__(self, start: NcclStart) -> None:
+        self._start = start
+        self._device = take_device(start.gpu_index)
+        num_bytes = start.seat.bucket_bytes
         self._buckets = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUCKETS)]
         self._memories: dict[Address, torch.Tensor] = {}
         """The parent's memories, mapped and pinned once."""
         self._group: Any = None
 
-    def do(self, request: Request, tell: Callable[[], None]) -> None:
-        """Do what the parent asks for, and `tell` after each bucket; return when it is over on the device too."""
+    def do(self, request: Request, report: Callable[[], None]) -> None:
+        """Do what the parent asks for, and `report` after each bucket; return when it is over on the device too."""
         match request:
             case "join":
                 self._join()
             case Transfer():
-                self._transfer(request, tell)
+                self._transfer(request, report)
 
     def _join(self) -> None:
         """Meet the others. torch makes the communicator with the first collective, and that call has no time limit."""
-        seat = self._place.seat
-        store = group_store(connect_store(*self._place.store, seat.timeout_s), seat.epoch)
+        seat = self._start.seat
+        store = group_store(connect_store(*self._start.store, seat.timeout_s), seat.epoch)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seat.timeout_s)
         self._group = dist.ProcessGroupNCCL(store, seat.rank, seat.world_size, options)
         self._end(self._group.broadcast([self._buckets[0][:1]], _root(dist.BroadcastOptions())))
 
-    def _transfer(self, transfer: Transfer, tell: Callable[[], None]) -> None:
+    def _transfer(self, transfer: Transfer, report: Callable[[], None]) -> None:
         """Broadcast the memory. While a bucket is on the wire, rank 0 copies the next one, and the others the one before."""
-        parts = self._memory(transfer).split(self._place.seat.bucket_bytes)
+        parts = self._memory(transfer).split(self._start.seat.bucket_bytes)
         buckets = [self._buckets[index % NUM_BUCKETS][: len(part)] for index, part in enumerate(parts)]
-        is_root = self._place.seat.rank == 0
+        is_root = self._start.seat.rank == 0
         if is_root:
             buckets[0].copy_(parts[0], non_blocking=True)
         for index, bucket in enumerate(buckets):
@@ -248,7 +248,7 @@ class Member:
             if not is_root and index:
                 parts[index - 1].copy_(buckets[index - 1], non_blocking=True)
             self._end(work)
-            tell()
+            report()
         if not is_root:
             parts[-1].copy_(buckets[-1])
         self._finish()
@@ -256,7 +256,7 @@ class Member:
     def _memory(self, transfer: Transfer) -> torch.Tensor:
         if transfer.address not in self._memories:
             memory = map_bytes(transfer.address, transfer.num_bytes)
-            pin(memory.untyped_storage(), self._place.gpu_index)
+            pin(memory.untyped_storage(), self._start.gpu_index)
             self._memories[transfer.address] = memory
         return self._memories[transfer.address]
 
@@ -269,7 +269,7 @@ class Member:
 
     def _end(self, work: Any) -> None:
         # Without the time limit NCCL's `wait` returns at once: it only makes the device's stream wait.
-        work.wait(timedelta(seconds=self._place.seat.timeout_s))
+        work.wait(timedelta(seconds=self._start.seat.timeout_s))
 
 
 def _root(options: Any) -> Any:

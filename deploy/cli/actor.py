@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.actor.joining import Meeting, joined
+from offbeat.actor.joining import JoinOptions, joined
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import fast_imports, prepare_environment
 from offbeat.common.processes.shutdown import StopRequest
@@ -36,16 +36,16 @@ def command(
     stop = StopRequest().install()
     with contextlib.ExitStack() as stack:
         with stop.at_once(LEAVES):
-            meeting = _meeting(arguments, join, key, learner_key)
-            if meeting is None:
+            options = _join_options(arguments, join, key, learner_key)
+            if options is None:
                 config = expand(load_config(arguments))
             else:
-                config = stack.enter_context(joined(meeting, arguments or []))
+                config = stack.enter_context(joined(options, arguments or []))
             refuse_masked(config)
             if config.actor.name:
                 configure_logs(config.actor.name)
             if preflight:
-                look(config, "actor" if meeting is None else "join")
+                look(config, "actor" if options is None else "join")
         # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config shows before.
         with stop.at_once(LEAVES), doing(logger, "importing the engine"), fast_imports():
             prepare_environment()
@@ -54,13 +54,13 @@ def command(
         run_actor(config, stop)
 
 
-def _meeting(arguments: list[str] | None, join: str, key: str, learner_key: str) -> Meeting | None:
+def _join_options(arguments: list[str] | None, join: str, key: str, learner_key: str) -> JoinOptions | None:
     """Return whom to join, None without --join; raise `SettingError` for arguments that do not go with it."""
     if join:
         path, _ = split_arguments(arguments)
         if path is not None:
             raise SettingError("CONFIG", str(path), "with --join the settings come from the learner", "Leave the file out.")
-        return Meeting(join, key, learner_key)
+        return JoinOptions(join, key, learner_key)
     if key or learner_key:
         option = "--key" if key else "--learner-key"
         raise SettingError(option, key or learner_key, "it belongs to --join", "Set hub.key and hub.learner_key instead.")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
-from offbeat.actor.leases_at_work import Jobs, Outbox
+from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
@@ -279,7 +279,7 @@ class Actor:
             identity=IDENTITY,
             config=config,
             engine=engine,
-            jobs=Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20),
+            leases=LeasesAtWork(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20),
             outbox=outbox,
             link=self._link,
             stop=cast(StopRequest, self.stop),

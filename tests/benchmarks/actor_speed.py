@@ -137,7 +137,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
 
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.engines.choice import make_engine
-    from offbeat.actor.leases_at_work import Jobs, Outbox
+    from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
     from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.sampling import SingleTurns
@@ -166,13 +166,13 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     connection.send(os.getpid())
     outbox = Outbox(resend_after_s=config.hub.dead_after_s)
     play = SingleTurns(engine, load_tokenizer(Path(folder)), rewards)
-    jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
+    leases = LeasesAtWork(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
     with contextlib.closing(rewards), contextlib.closing(engine), link:
         ActorService(
             identity=identity,
             config=config,
             engine=engine,
-            jobs=jobs,
+            leases=leases,
             outbox=outbox,
             link=link,
             stop=StopRequest(),

@@ -114,7 +114,7 @@ def act(connection: Connection) -> None:
     prepare_environment()
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
-    from offbeat.actor.leases_at_work import Jobs, Outbox
+    from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
     from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.sampling import SingleTurns
@@ -139,7 +139,7 @@ def act(connection: Connection) -> None:
                 identity=identity,
                 config=config,
                 engine=engine,
-                jobs=Jobs(engine, play, outbox, max_message_bytes=MAX_MESSAGE_BYTES),
+                leases=LeasesAtWork(engine, play, outbox, max_message_bytes=MAX_MESSAGE_BYTES),
                 outbox=outbox,
                 link=link,
                 stop=StopRequest(),

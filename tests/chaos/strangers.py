@@ -1,4 +1,4 @@
-"""A crowd of strangers at the hub's door: connections that say nothing, each of which takes a descriptor of the learner."""
+"""A crowd of strangers at the hub: connections that say nothing, each of which takes a descriptor of the learner."""
 
 import contextlib
 import socket

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat import RewardUnavailable
 from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom, Reply
-from offbeat.actor.environments.messages import Play
+from offbeat.actor.environments.messages import PlayEpisode
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
@@ -30,7 +30,9 @@ class Unasked(Chat):
     """A chat of which no model is asked."""
 
     def __init__(self) -> None:
-        message = Play(episode="1/0/0", row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False)
+        message = PlayEpisode(
+            episode="1/0/0", row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False
+        )
         self.episode = ChatEpisode(message, max_length=9, max_episode_tokens=9, send=print, open_url=str)
         super().__init__(self.episode, cast(Any, None), cast(Any, None))
 

@@ -74,7 +74,7 @@ class Slurm:
         return done.stdout
 
     def states(self, *options: str) -> dict[str, str]:
-        """Return the state of each job that is not over, by `JOB` or `JOB_TASK`; options of squeue choose other jobs."""
+        """Return the state of each job that is not over, by `JOB` or `JOB_TASK`; options of squeue choose other leases."""
         lines = self.run("squeue", "--noheader", "--array", "--format=%i %T", *options).splitlines()
         return dict(line.split() for line in lines)
 
@@ -90,7 +90,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def slurm_in(folder: Path, *, kill_wait_s: int) -> Iterator[Slurm]:
-    """Yield a cluster with the partitions `main` and `spot`, whose jobs those of `main` preempt; end it with all its jobs.
+    """Yield a cluster with the partitions `main` and `spot`, whose leases those of `main` preempt; end it with all its leases.
 
     Commands find the cluster by the environment variable SLURM_CONF, which the caller sets to `folder/slurm.conf`.
     """
@@ -120,7 +120,7 @@ def slurm_in(folder: Path, *, kill_wait_s: int) -> Iterator[Slurm]:
         for daemon in daemons:
             processes.kill_group(daemon.pid)
             daemon.wait()
-        # Jobs, and slurmd's helpers that wait for them, are in sessions of their own.
+        # LeasesAtWork, and slurmd's helpers that wait for them, are in sessions of their own.
         for pid in processes.marked("SLURM_CONF", environment["SLURM_CONF"]):
             if pid != os.getpid():
                 processes.kill(pid)

@@ -1,4 +1,4 @@
-"""Strangers at the hub's door cannot take the descriptors that the process and honest peers need."""
+"""Strangers at the hub's connection limit cannot take the descriptors that the process and honest peers need."""
 
 import contextlib
 import os
@@ -93,7 +93,7 @@ def test_oldest_stranger_is_closed_and_a_peer_that_spoke_is_not(monkeypatch: pyt
         with Link(hub.address, identity=b"a", max_message_bytes=LIMIT) as link, strangers(port_of(hub)) as connections:
             introduce(hub, link)
             # Its connection must be known before others come.
-            eventually(lambda: hub._door._known or introduce(hub, link) is None)
+            eventually(lambda: hub._connection_limit._known or introduce(hub, link) is None)
             knock(connections, port_of(hub), 8)
             time.sleep(0.05)
             assert hub.num_closed == 0

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.calls import (
-    Answer,
     Body,
     Call,
+    CallRefused,
     Dialect,
-    Refused,
+    ModelAnswer,
     function_call,
     function_tool,
     list_of_objects,
@@ -38,7 +38,7 @@ def read(body: Body) -> Call:
     for index, one in enumerate(list_of_objects(body.get("messages"), "messages")):
         messages += _messages(one, f"messages[{index}]")
     if not messages or messages[-1]["role"] == "assistant":
-        raise Refused("messages does not end with a message to the model, which samples its turns whole", field="messages")
+        raise CallRefused("messages does not end with a message to the model, which samples its turns whole", field="messages")
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(messages),
@@ -52,7 +52,7 @@ def read(body: Body) -> Call:
     )
 
 
-def write(call: Call, answer: Answer) -> dict[str, Any]:
+def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
     """Return the body of an answer."""
     usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled_tokens}
     return {
@@ -61,7 +61,7 @@ def write(call: Call, answer: Answer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stream(call: Call, answer: Answer) -> Iterator[bytes]:
+def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
     """Yield the message without its content, each block in pieces, the reason of the end, and the end."""
     message = write(call, answer)
     begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
@@ -81,7 +81,7 @@ def stream(call: Call, answer: Answer) -> Iterator[bytes]:
     yield _event("message_stop")
 
 
-def write_problem(refused: Refused) -> dict[str, Any]:
+def write_problem(refused: CallRefused) -> dict[str, Any]:
     """Return the body of an error."""
     return {"type": "error", "error": {"type": _ERRORS.get(refused.status, "invalid_request_error"), "message": str(refused)}}
 
@@ -94,7 +94,7 @@ def _messages(one: Mapping[str, Any], field: str) -> Iterator[Message]:
     """Yield the messages that are in one of Anthropic's: results of tools are blocks of the user's there."""
     role, content = one.get("role"), one.get("content")
     if role not in ("user", "assistant"):
-        raise Refused(f"{field}.role = {role!r} is neither user nor assistant", field=f"{field}.role")
+        raise CallRefused(f"{field}.role = {role!r} is neither user nor assistant", field=f"{field}.role")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list_of_objects(content, f"{field}.content")
     text: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -113,14 +113,14 @@ def _messages(one: Mapping[str, Any], field: str) -> Iterator[Message]:
                     text.clear()
                 yield {"role": "tool", "content": text_of(block.get("content"), place), "tool_call_id": call_id}
             case _:
-                raise Refused(f"{place} has the type {block.get('type')!r}, which the model cannot read here", field=place)
+                raise CallRefused(f"{place} has the type {block.get('type')!r}, which the model cannot read here", field=place)
     if role == "assistant":
         yield {"role": "assistant", "content": "".join(text), **({"tool_calls": calls} if calls else {})}
     elif text:
         yield {"role": "user", "content": "".join(text)}
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: ModelAnswer) -> list[dict[str, Any]]:
     text, calls = answer.message["content"], answer.message.get("tool_calls", ())
     blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
     for call in calls:

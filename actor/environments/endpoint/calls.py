@@ -18,7 +18,7 @@ Body = Mapping[str, Any]
 """The JSON object of a request."""
 
 
-class Refused(Exception):  # noqa: N818, an answer to an agent and no mistake of the program
+class CallRefused(Exception):  # noqa: N818, an answer to an agent and no mistake of the program
     """A call that gets an error; the text says what to change."""
 
     def __init__(self, problem: str, *, field: str | None = None, status: int = 400, code: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """True when the stream of chat completions ends with the numbers of tokens."""
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     """The model's turn."""
 
     name: str
@@ -62,17 +62,17 @@ class Dialect(NamedTuple):
     paths: tuple[str, ...]
     """Behind the base URL; clients of one API differ."""
     read: Callable[[Body], Call]
-    """Return the call; raise `Refused` for what is malformed. The fields of sampling are checked already."""
+    """Return the call; raise `CallRefused` for what is malformed. The fields of sampling are checked already."""
     harmless: frozenset[str]
     """Fields that `read` reads, or that change nothing in what is sampled."""
-    write: Callable[[Call, Answer], dict[str, Any]]
-    stream: Callable[[Call, Answer], Iterator[bytes]]
+    write: Callable[[Call, ModelAnswer], dict[str, Any]]
+    stream: Callable[[Call, ModelAnswer], Iterator[bytes]]
     """Yield the events of a stream, as server-sent events."""
-    write_problem: Callable[[Refused], dict[str, Any]]
+    write_problem: Callable[[CallRefused], dict[str, Any]]
 
 
 def text_of(content: object, field: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message: a text, or a list of parts with `type` and `text`; raise `Refused` for others."""
+    """Return the text of a message: a text, or a list of parts with `type` and `text`; raise `CallRefused` for others."""
     match content:
         case None:
             return ""
@@ -81,7 +81,7 @@ def text_of(content: object, field: str, kinds: Sequence[str] = ("text",)) -> st
         case list():
             return "".join(_text_of_part(part, f"{field}[{index}]", kinds) for index, part in enumerate(content))
         case _:
-            raise Refused(f"{field} is neither a text nor a list of parts", field=field)
+            raise CallRefused(f"{field} is neither a text nor a list of parts", field=field)
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -95,14 +95,14 @@ def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def function_tool(tool: Mapping[str, Any], field: str, *, parameters: str, kinds: Sequence[str | None]) -> dict[str, Any]:
-    """Return a tool in the form of chat completions; raise `Refused` for one that the provider runs itself.
+    """Return a tool in the form of chat completions; raise `CallRefused` for one that the provider runs itself.
 
     Args:
         parameters: The name of the field with the schema.
         kinds: Types of tools that the agent runs.
     """
     if tool.get("type") not in kinds:
-        raise Refused(f"{field} has the type {tool.get('type')!r}; only tools that the agent runs are here", field=field)
+        raise CallRefused(f"{field} has the type {tool.get('type')!r}; only tools that the agent runs are here", field=field)
     function = {"name": text_field(tool, "name"), "parameters": tool.get(parameters) or {}}
     if tool.get("description"):
         function["description"] = text_field(tool, "description")
@@ -110,28 +110,28 @@ def function_tool(tool: Mapping[str, Any], field: str, *, parameters: str, kinds
 
 
 def list_of_objects(value: object, field: str) -> list[Mapping[str, Any]]:
-    """Return a list of JSON objects; raise `Refused` for anything else."""
+    """Return a list of JSON objects; raise `CallRefused` for anything else."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise Refused(f"{field} is not a list of objects", field=field)
+        raise CallRefused(f"{field} is not a list of objects", field=field)
     return value
 
 
 def text_field(body: Body, name: str, default: str | None = None) -> str:
-    """Return a text; raise `Refused` when it is none, or is missing and has no default."""
+    """Return a text; raise `CallRefused` when it is none, or is missing and has no default."""
     value = body.get(name, default)
     if not isinstance(value, str):
-        raise Refused(f"{name} is not a text" if name in body else f"{name} is missing", field=name)
+        raise CallRefused(f"{name} is not a text" if name in body else f"{name} is missing", field=name)
     return value
 
 
 def number_of_tokens(body: Body, *names: str) -> int | None:
-    """Return the first of these fields that is given; raise `Refused` unless it is a positive integer."""
+    """Return the first of these fields that is given; raise `CallRefused` unless it is a positive integer."""
     for name in names:
         value = body.get(name)
         if value is None:
             continue
         if type(value) is not int or not 1 <= value < 1 << 31:
-            raise Refused(f"{name} = {value!r} is not a positive integer", field=name)
+            raise CallRefused(f"{name} = {value!r} is not a positive integer", field=name)
         return value
     return None
 
@@ -141,12 +141,12 @@ def _text_of_part(part: object, field: str, kinds: Sequence[str]) -> str:
         case {"type": str(kind), "text": str(text)} if kind in kinds:
             return text
         case {"type": str(kind)}:
-            raise Refused(f"{field} has the type {kind!r}; the model reads text only", field=field)
+            raise CallRefused(f"{field} has the type {kind!r}; the model reads text only", field=field)
         case _:
-            raise Refused(f"{field} is no part of a message: an object with a type and a text", field=field)
+            raise CallRefused(f"{field} is no part of a message: an object with a type and a text", field=field)
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """Values under which a field changes nothing, and what to do about others."""
 
     neutral: tuple[object, ...]
@@ -158,32 +158,34 @@ _CUT = "truncated sampling is not the policy that is trained"
 
 _FORM = "Ask for the form in the prompt, and check it in the function that gives the reward."
 _RULES = {
-    "top_p": Rule((1,), f"{_LEAVE_OUT} Only 1 is allowed: {_CUT}."),
-    "top_k": Rule((-1, 0), f"{_LEAVE_OUT} Only -1 is allowed: {_CUT}."),
-    "min_p": Rule((0,), f"{_LEAVE_OUT} Only 0 is allowed: {_CUT}."),
-    "n": Rule((1,), "Ask once for each turn; the run samples rollout.group_size episodes of each row."),
-    "seed": Rule((), f"{_LEAVE_OUT} Turns of a group must differ."),
-    "logit_bias": Rule(({},), _LEAVE_OUT),
-    "frequency_penalty": Rule((0,), _LEAVE_OUT),
-    "presence_penalty": Rule((0,), _LEAVE_OUT),
-    "repetition_penalty": Rule((1,), _LEAVE_OUT),
-    "response_format": Rule(({"type": "text"},), _FORM),
-    "output_config": Rule((), _FORM),
-    "text": Rule((), _FORM),
-    "stop": Rule(([], ""), "Cut the text in the agent; sampling stops at the end of a turn."),
-    "stop_sequences": Rule(([],), "Cut the text in the agent; sampling stops at the end of a turn."),
-    "tool_choice": Rule(("auto",), "Use auto: a forced call is not the model's own choice. Without a choice, give no tools."),
-    "logprobs": Rule((False,), "Agents do not see log-probs; the actor keeps them."),
-    "top_logprobs": Rule((0,), "Agents do not see log-probs; the actor keeps them."),
-    "functions": Rule(([],), "Give tools instead."),
-    "function_call": Rule(("auto", "none"), "Give tools instead."),
-    "modalities": Rule((["text"],), "The model writes text only."),
-    "audio": Rule((), "The model writes text only."),
+    "top_p": FieldRule((1,), f"{_LEAVE_OUT} Only 1 is allowed: {_CUT}."),
+    "top_k": FieldRule((-1, 0), f"{_LEAVE_OUT} Only -1 is allowed: {_CUT}."),
+    "min_p": FieldRule((0,), f"{_LEAVE_OUT} Only 0 is allowed: {_CUT}."),
+    "n": FieldRule((1,), "Ask once for each turn; the run samples rollout.group_size episodes of each row."),
+    "seed": FieldRule((), f"{_LEAVE_OUT} Turns of a group must differ."),
+    "logit_bias": FieldRule(({},), _LEAVE_OUT),
+    "frequency_penalty": FieldRule((0,), _LEAVE_OUT),
+    "presence_penalty": FieldRule((0,), _LEAVE_OUT),
+    "repetition_penalty": FieldRule((1,), _LEAVE_OUT),
+    "response_format": FieldRule(({"type": "text"},), _FORM),
+    "output_config": FieldRule((), _FORM),
+    "text": FieldRule((), _FORM),
+    "stop": FieldRule(([], ""), "Cut the text in the agent; sampling stops at the end of a turn."),
+    "stop_sequences": FieldRule(([],), "Cut the text in the agent; sampling stops at the end of a turn."),
+    "tool_choice": FieldRule(
+        ("auto",), "Use auto: a forced call is not the model's own choice. Without a choice, give no tools."
+    ),
+    "logprobs": FieldRule((False,), "Agents do not see log-probs; the actor keeps them."),
+    "top_logprobs": FieldRule((0,), "Agents do not see log-probs; the actor keeps them."),
+    "functions": FieldRule(([],), "Give tools instead."),
+    "function_call": FieldRule(("auto", "none"), "Give tools instead."),
+    "modalities": FieldRule((["text"],), "The model writes text only."),
+    "audio": FieldRule((), "The model writes text only."),
 }
 
 
 def check(body: Mapping[str, Any], dialect: Dialect, *, temperature: float, ignores: bool) -> list[str]:
-    """Return the fields that are ignored; raise `Refused` at the first one that must not be there.
+    """Return the fields that are ignored; raise `CallRefused` at the first one that must not be there.
 
     Args:
         temperature: The run's; the only one that is allowed.
@@ -194,21 +196,21 @@ def check(body: Mapping[str, Any], dialect: Dialect, *, temperature: float, igno
         if name in dialect.harmless or value is None:
             continue
         if name == "temperature":
-            rule = Rule((temperature,), f"Leave it out, or set it to {temperature:g} (rollout.temperature).")
+            rule = FieldRule((temperature,), f"Leave it out, or set it to {temperature:g} (rollout.temperature).")
         else:
-            rule = _RULES.get(name, Rule((), "Leave it out: this field is not known here."))
+            rule = _RULES.get(name, FieldRule((), "Leave it out: this field is not known here."))
         if _is_neutral(name, value, rule):
             continue
         if not ignores:
             shown = repr(value)
             shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
             cure = f'{rule.cure} Or set {SETTING} = "override" in the run, which ignores such fields.'
-            raise Refused(f"{name} = {shown} is refused while the model is trained. {cure}", field=name)
+            raise CallRefused(f"{name} = {shown} is refused while the model is trained. {cure}", field=name)
         ignored.append(name)
     return ignored
 
 
-def _is_neutral(name: str, value: object, rule: Rule) -> bool:
+def _is_neutral(name: str, value: object, rule: FieldRule) -> bool:
     match name, value:
         case "tool_choice", {"type": "auto"}:
             return True

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.calls import (
-    Answer,
     Body,
     Call,
+    CallRefused,
     Dialect,
-    Refused,
+    ModelAnswer,
     function_call,
     list_of_objects,
     number_of_tokens,
@@ -34,10 +34,10 @@ def read(body: Body) -> Call:
     """Return the call of a request's body."""
     objects = list_of_objects(body.get("messages"), "messages")
     if not objects:
-        raise Refused("messages is empty", field="messages")
+        raise CallRefused("messages is empty", field="messages")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise Refused("stream_options is not an object", field="stream_options")
+        raise CallRefused("stream_options is not an object", field="stream_options")
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(objects)),
@@ -48,13 +48,13 @@ def read(body: Body) -> Call:
     )
 
 
-def write(call: Call, answer: Answer) -> dict[str, Any]:
+def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
     """Return the body of an answer."""
     choice = {"index": 0, "message": {"refusal": None, **answer.message}, "finish_reason": answer.finish, "logprobs": None}
     return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def stream(call: Call, answer: Answer) -> Iterator[bytes]:
+def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
     """Yield role, pieces of text, tool calls, the reason of the end, the usage if it is asked for, and the mark of the end."""
     yield _chunk(call, answer, {"role": "assistant", "content": ""})
     for piece in pieces(answer.message["content"]):
@@ -67,7 +67,7 @@ def stream(call: Call, answer: Answer) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def write_problem(refused: Refused) -> dict[str, Any]:
+def write_problem(refused: CallRefused) -> dict[str, Any]:
     """Return the body of an error."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.field, "code": refused.code}}
@@ -79,7 +79,7 @@ CHAT_COMPLETIONS = Dialect(("chat/completions",), read, HARMLESS, write, stream,
 def _message(one: Mapping[str, Any], field: str) -> Message:
     role = one.get("role")
     if role not in ROLES:
-        raise Refused(f"{field}.role = {role!r} is none of {', '.join(ROLES)}", field=f"{field}.role")
+        raise CallRefused(f"{field}.role = {role!r} is none of {', '.join(ROLES)}", field=f"{field}.role")
     # Templates do not know OpenAI's newer name.
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     message["content"] = text_of(one.get("content"), f"{field}.content", ("text", "refusal"))
@@ -99,10 +99,10 @@ def _tool_call(call: Mapping[str, Any], field: str) -> dict[str, Any]:
         case {"function": {"name": str(name), "arguments": str(arguments)}}:
             return function_call(str(call.get("id", "")), name, arguments)
         case _:
-            raise Refused(f"{field} is no call: it needs the texts function.name and function.arguments", field=field)
+            raise CallRefused(f"{field} is no call: it needs the texts function.name and function.arguments", field=field)
 
 
-def _chunk(call: Call, answer: Answer, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+def _chunk(call: Call, answer: ModelAnswer, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
     return _event({**_head(call, answer, "chat.completion.chunk"), "choices": [choice]})
 
@@ -111,10 +111,10 @@ def _event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
+def _head(call: Call, answer: ModelAnswer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.name}", "object": kind, "created": answer.created, "model": call.model}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ModelAnswer) -> dict[str, int]:
     total = answer.num_prompt_tokens + answer.num_sampled_tokens
     return {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_sampled_tokens, "total_tokens": total}

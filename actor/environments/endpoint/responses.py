@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.calls import (
-    Answer,
     Body,
     Call,
+    CallRefused,
     Dialect,
-    Refused,
+    ModelAnswer,
     function_call,
     function_tool,
     list_of_objects,
@@ -38,16 +38,16 @@ def read(body: Body) -> Call:
     """Return the call of a request's body."""
     for name in _STORED:
         if body.get(name) is not None:
-            raise Refused(f"{name} is refused: nothing is stored. Send the whole history as input.", field=name)
+            raise CallRefused(f"{name} is refused: nothing is stored. Send the whole history as input.", field=name)
     if body.get("background"):
-        raise Refused("background is refused: wait for the answer, or stream it", field="background")
+        raise CallRefused("background is refused: wait for the answer, or stream it", field="background")
     instructions, given = body.get("instructions"), body.get("input")
     messages: list[Message] = [{"role": "system", "content": text_of(instructions, "instructions")}] if instructions else []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of_objects(given, "input")
     for index, item in enumerate(items):
         _append(messages, item, f"input[{index}]")
     if not messages:
-        raise Refused("input is empty", field="input")
+        raise CallRefused("input is empty", field="input")
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(messages),
@@ -61,7 +61,7 @@ def read(body: Body) -> Call:
     )
 
 
-def write(call: Call, answer: Answer) -> dict[str, Any]:
+def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
     """Return the body of an answer."""
     is_cut = answer.finish == "length"
     return {
@@ -78,7 +78,7 @@ def write(call: Call, answer: Answer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stream(call: Call, answer: Answer) -> Iterator[bytes]:
+def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
     """Yield the response without its output, each item in pieces, and the whole response."""
     numbers = count()
 
@@ -131,10 +131,10 @@ def _append(messages: list[Message], item: Mapping[str, Any], field: str) -> Non
             text = text_of(content, f"{field}.content", _TEXTS)
             messages.append({"role": "system" if role == "developer" else role, "content": text})
         case _:
-            raise Refused(f"{field} has the type {item.get('type')!r}, which the model cannot read here", field=field)
+            raise CallRefused(f"{field} has the type {item.get('type')!r}, which the model cannot read here", field=field)
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def _output(answer: ModelAnswer) -> list[dict[str, Any]]:
     text, calls = answer.message["content"], answer.message.get("tool_calls", ())
     status = "incomplete" if answer.finish == "length" else "completed"
     items: list[dict[str, Any]] = []

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.anthropic_messages import ANTHROPIC_MESSAGES
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, Refused, check
+from offbeat.actor.environments.endpoint.calls import Call, CallRefused, Dialect, check
 from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETIONS
 from offbeat.actor.environments.endpoint.message_tree import digest
 from offbeat.actor.environments.endpoint.responses import RESPONSES
-from offbeat.actor.environments.endpoint.session import Session, over
+from offbeat.actor.environments.endpoint.session import AgentSession, over
 from offbeat.common.errors import SettingError
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class Endpoint:
         self._temperature = temperature
         self._ignores = ignores
         self._parses_tools = parses_tools
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._address = ""
         self._serving: asyncio.Task[None] | None = None
 
-    def open(self, session: Session) -> str:
+    def open(self, session: AgentSession) -> str:
         """Return the base URL of a new episode. Raise `SettingError` when the server's packages are missing."""
         if self._serving is None:
             self._start()
@@ -57,7 +57,7 @@ class Endpoint:
         self._sessions[secret] = session
         return f"{self._address}/e/{secret}/v1"
 
-    def close(self, session: Session) -> None:
+    def close(self, session: AgentSession) -> None:
         """Refuse the calls of an episode from now on, those that wait included."""
         session.end()
         self._sessions = {secret: one for secret, one in self._sessions.items() if one is not session}
@@ -111,7 +111,7 @@ class Endpoint:
         async def handle(request: "Request") -> "Response":
             try:
                 return await self._handle(request, dialect)
-            except Refused as refused:
+            except CallRefused as refused:
                 return _problem(refused, dialect)
             except ClientDisconnect:
                 return _json({}, HUNG_UP)
@@ -125,13 +125,13 @@ class Endpoint:
         try:
             body = await asyncio.wait_for(_read(request), BODY_TIMEOUT_S)
         except TimeoutError as error:
-            raise Refused(f"the request has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from error
+            raise CallRefused(f"the request has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from error
         ignored = check(body, dialect, temperature=self._temperature, ignores=self._ignores)
         call = dialect.read(body)
         session.num_overrides += bool(ignored)
         if call.tools and not self._parses_tools:
             cure = "Set environment.tool_parser to the form in which the model writes them."
-            raise Refused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
+            raise CallRefused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
         # Clients of OpenAI and Anthropic count their tries.
         is_first_try = request.headers.get("x-stainless-retry-count") == "0"
         answering = asyncio.ensure_future(session.answer(call, digest([dialect.paths, body]), is_first_try=is_first_try))
@@ -159,13 +159,13 @@ async def _read(request: "Request") -> dict[str, Any]:
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise Refused(f"the request has more than {MAX_BODY_BYTES} bytes", status=413)
+            raise CallRefused(f"the request has more than {MAX_BODY_BYTES} bytes", status=413)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise Refused(f"the request is no JSON: {error}") from error
+        raise CallRefused(f"the request is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Refused("the request is no JSON object")
+        raise CallRefused("the request is no JSON object")
     return value
 
 
@@ -175,5 +175,5 @@ def _json(value: dict[str, Any], status: int = 200) -> "Response":
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _problem(refused: Refused, dialect: Dialect) -> "Response":
+def _problem(refused: CallRefused, dialect: Dialect) -> "Response":
     return _json(dialect.write_problem(refused), refused.status)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offbeat.actor.environments.chat import NoRoom, Reply
-from offbeat.actor.environments.endpoint.calls import Answer, Call, Refused, function_call
+from offbeat.actor.environments.endpoint.calls import Call, CallRefused, ModelAnswer, function_call
 from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, arguments_of
 
 MAX_OPEN_CALLS = 64
@@ -38,7 +38,7 @@ class _Exchange:
     """A call and its answer."""
 
     digest: bytes
-    task: "asyncio.Task[Answer] | None" = None
+    task: "asyncio.Task[ModelAnswer] | None" = None
     num_waiting: int = 0
     """Clients that wait for the answer."""
     is_delivered: bool = False
@@ -56,7 +56,7 @@ class _Turn:
     exchange: _Exchange
 
 
-class Session:
+class AgentSession:
     """The calls of one episode."""
 
     def __init__(self, name: str, max_length: int, begin: Begin) -> None:
@@ -76,8 +76,8 @@ class Session:
         self.num_overrides = 0
         """Calls in which fields were ignored (`environment.sampling = "override"`)."""
 
-    async def answer(self, call: Call, digest: bytes, *, is_first_try: bool) -> Answer:
-        """Return the model's turn. Raise `Refused`.
+    async def answer(self, call: Call, digest: bytes, *, is_first_try: bool) -> ModelAnswer:
+        """Return the model's turn. Raise `CallRefused`.
 
         A call that was made before gets the answer it had, or will have, as long as the agent has not gone on from that:
         clients repeat what a broken connection or a time limit has lost. A turn whose client has hung up is sampled to its end
@@ -89,7 +89,7 @@ class Session:
                 before.
         """
         if self.num_open >= MAX_OPEN_CALLS:
-            raise Refused(f"{MAX_OPEN_CALLS} calls of this episode wait already; try again later", status=429)
+            raise CallRefused(f"{MAX_OPEN_CALLS} calls of this episode wait already; try again later", status=429)
         exchange = self._exchanges.get(digest)
         if exchange is None or (is_first_try and not exchange.is_abandoned):
             exchange = self._exchanges[digest] = _Exchange(digest)
@@ -117,7 +117,7 @@ class Session:
             if exchange.task is not None:
                 exchange.task.cancel()
 
-    async def _sample(self, call: Call, exchange: _Exchange) -> Answer:
+    async def _sample(self, call: Call, exchange: _Exchange) -> ModelAnswer:
         try:
             conversation, reply = await self._next_turn(call)
         except NoRoom as error:
@@ -125,15 +125,15 @@ class Session:
             self.is_out_of_room = True
             # In the words that agents look for: OpenAI's and Anthropic's.
             problem = f"prompt is too long. This model's maximum context length is {self._max_length} tokens: {error}"
-            raise Refused(problem, field="messages", code="context_length_exceeded") from error
+            raise CallRefused(problem, field="messages", code="context_length_exceeded") from error
         except ValueError as error:
             self._forget(exchange)
-            raise Refused(str(error), field="messages") from error
+            raise CallRefused(str(error), field="messages") from error
         self.is_out_of_room = False
         message = _message(reply)
         self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange))
         self._num_answers += 1
-        return Answer(
+        return ModelAnswer(
             name=f"{self._name}-{self._num_answers}",
             created=int(time.time()),
             message=message,
@@ -183,6 +183,6 @@ def _message(reply: Reply) -> Message:
     return message
 
 
-def over() -> Refused:
+def over() -> CallRefused:
     """Return the refusal of a call to an episode that has ended."""
-    return Refused("this episode is over: its function has returned, or it was cancelled", status=410, code="episode_over")
+    return CallRefused("this episode is over: its function has returned, or it was cancelled", status=410, code="episode_over")

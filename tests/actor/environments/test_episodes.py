@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from offbeat.actor.engines.engine import CacheUse, Completion, Engine
 from offbeat.actor.environments.episodes import Episodes
-from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker, Withdraw
+from offbeat.actor.environments.messages import (
+    CancelEpisode,
+    Ended,
+    Failed,
+    FromWorker,
+    PlayEpisode,
+    SampleTurn,
+    ToWorker,
+    TurnSampled,
+    Withdraw,
+)
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.leases_at_work import as_group
-from offbeat.actor.sampling import Played, PlayFailure
+from offbeat.actor.sampling import SampledGroup, SamplingFailure
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.messages import Lease, Sampling
@@ -54,7 +64,7 @@ class FakeWorkers:
     def not_begun(self) -> set[str]:
         return self.starting
 
-    def play(self, episode: str, message: Play) -> None:
+    def play(self, episode: str, message: PlayEpisode) -> None:
         assert message.episode == episode
         self.sent.append(message)
 
@@ -69,7 +79,7 @@ class FakeWorkers:
         return [name for name in self.open() if name not in self.ended]
 
     def open(self) -> list[str]:
-        return [one.episode for one in self.sent if isinstance(one, Play)]
+        return [one.episode for one in self.sent if isinstance(one, PlayEpisode)]
 
     def poll(self) -> Iterator[FromWorker | str]:
         arrived, self.arrived = self.arrived, []
@@ -110,8 +120,8 @@ class Game:
         self.episodes.add(completion)
 
 
-def sample(episode: str, *context: int, longest: int = 8, back: int = 1) -> Sample:
-    return Sample(episode=episode, back=back, context=list(context), max_new_tokens=longest)
+def sample(episode: str, *context: int, longest: int = 8, back: int = 1) -> SampleTurn:
+    return SampleTurn(episode=episode, back=back, context=list(context), max_new_tokens=longest)
 
 
 def ended(episode: str, reward: float = 1.0, **parts: float) -> Ended:
@@ -126,13 +136,13 @@ def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
     game = Game()
     game.poll(sample("7/0/0"))
     game.sampled("7/0/0", 1, [5, 6], ((3, 0),))
-    assert game.workers.sent[-1] == Sampled(episode="7/0/0", turn=0, token_ids=[5, 6], finish_reason="stop")
+    assert game.workers.sent[-1] == TurnSampled(episode="7/0/0", turn=0, token_ids=[5, 6], finish_reason="stop")
     game.poll(sample("7/0/0", 9, 9, longest=3))
     assert game.engine.submitted["7/0/0/1"] == (PROMPT, Sampling(8))
     assert game.engine.submitted["7/0/0/2"] == ([*PROMPT, 5, 6, 9, 9], Sampling(3))
     game.sampled("7/0/0", 2, [7, 8, 4], ((3, 0), (4, 2)))
     (played,) = game.poll(ended("7/0/0", 0.5, turns=2.0))
-    assert isinstance(played, Played)
+    assert isinstance(played, SampledGroup)
     (completion,) = played.completions
     assert completion.token_ids.tolist() == [5, 6, 7, 8, 4]
     assert completion.context_ids.tolist() == [9, 9]
@@ -240,11 +250,11 @@ def test_function_has_the_word_when_no_turn_is_sampled_any_more() -> None:
     game.sampled("7/0/0", 1, [5])
     game.now = 20.0
     game.poll()
-    assert game.workers.killed == [] and Cancel(episode="7/0/0") not in game.workers.sent
+    assert game.workers.killed == [] and CancelEpisode(episode="7/0/0") not in game.workers.sent
     game.poll(Withdraw(episode="7/0/0", turn=1))
     game.now = 30.5
     game.poll()
-    assert Cancel(episode="7/0/0") in game.workers.sent
+    assert CancelEpisode(episode="7/0/0") in game.workers.sent
 
 
 @pytest.mark.parametrize(("keeps_kv", "expected"), [(True, 3), (False, None)])
@@ -286,8 +296,8 @@ def test_episode_of_a_dead_process_is_played_again_from_its_prompt() -> None:
 def test_episodes_whose_processes_all_die_fail_their_lease_and_are_no_zero() -> None:
     game = Game(group_size=2)
     outcomes = [outcome for attempt in range(3) for outcome in game.poll(f"7/0/{attempt}")]
-    assert outcomes == [PlayFailure(7, "environment_unavailable", "its worker has died; played 3 times")]
-    assert Cancel(episode="7/1/0") in game.workers.sent
+    assert outcomes == [SamplingFailure(7, "environment_unavailable", "its worker has died; played 3 times")]
+    assert CancelEpisode(episode="7/1/0") in game.workers.sent
     assert not game.episodes.is_waiting
 
 
@@ -308,7 +318,7 @@ def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_
     game.poll(sample("7/0/4"))
     game.sampled("7/0/4", 1, [6])
     (played,) = game.poll(ended("7/0/4"))
-    assert isinstance(played, Played)
+    assert isinstance(played, SampledGroup)
     assert game.episodes.trouble() is None
 
 
@@ -322,7 +332,7 @@ def test_while_most_episodes_fail_one_is_tried_now_and_then() -> None:
         game.now += 5
         game.poll()
         game.poll()
-    assert [play.episode for play in game.workers.sent[plays:] if isinstance(play, Play)] == ["7/0/1", "7/1/1", "7/2/1"]
+    assert [play.episode for play in game.workers.sent[plays:] if isinstance(play, PlayEpisode)] == ["7/0/1", "7/1/1", "7/2/1"]
     game.poll(sample("7/0/1"))
     game.sampled("7/0/1", 1, [6])
     game.poll(ended("7/0/1"))
@@ -341,7 +351,7 @@ def test_tool_that_stays_down_fails_the_lease_and_is_no_zero() -> None:
     game.now = 60.1
     game.poll()
     (failure,) = game.poll(down("7/0/2"))
-    assert failure == PlayFailure(7, "environment_unavailable", "judge down; played 3 times in 60 s")
+    assert failure == SamplingFailure(7, "environment_unavailable", "judge down; played 3 times in 60 s")
     assert game.poll() == []
     assert game.episodes.trouble() is None
     assert not game.episodes.is_waiting
@@ -355,16 +365,16 @@ def test_start_of_a_process_is_nobodys_turn() -> None:
     game.workers.starting = set()
     game.now = 99.0
     game.poll()
-    assert not any(isinstance(message, Cancel) for message in game.workers.sent)
+    assert not any(isinstance(message, CancelEpisode) for message in game.workers.sent)
     game.now = 100.5
     game.poll()
-    assert Cancel(episode="7/0/0") in game.workers.sent
+    assert CancelEpisode(episode="7/0/0") in game.workers.sent
 
 
 def test_mistake_fails_the_lease_at_once() -> None:
     game = Game()
     failed = Failed(episode="7/0/0", is_transient=False, detail="KeyError: 'answer' (my_task.py:3)")
-    assert game.poll(failed) == [PlayFailure(7, "environment_error", "KeyError: 'answer' (my_task.py:3)")]
+    assert game.poll(failed) == [SamplingFailure(7, "environment_error", "KeyError: 'answer' (my_task.py:3)")]
 
 
 def test_function_that_never_samples_has_a_mistake() -> None:
@@ -376,12 +386,12 @@ def test_function_that_takes_too_long_is_cancelled_and_played_again_once_it_has_
     game = Game()
     game.now = 10.5
     assert game.poll() == []
-    assert game.workers.sent[-1] == Cancel(episode="7/0/0")
+    assert game.workers.sent[-1] == CancelEpisode(episode="7/0/0")
     game.poll(Failed(episode="7/0/0", is_transient=True, detail="cancelled"))
     game.poll(sample("7/0/1"))
     game.sampled("7/0/1", 1, [6])
     (played,) = game.poll(ended("7/0/1"))
-    assert isinstance(played, Played)
+    assert isinstance(played, SampledGroup)
 
 
 def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_once_for_it() -> None:
@@ -394,13 +404,15 @@ def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_onc
         game.now += 5.1
         game.poll()
         assert set(game.workers.killed) <= {f"7/{index}/{attempt}" for index in range(3)}
-        begun = [one.episode for one in game.workers.sent if isinstance(one, Play)]
+        begun = [one.episode for one in game.workers.sent if isinstance(one, PlayEpisode)]
         assert begun[-3:] == [f"7/{index}/{attempt + 1}" for index in range(3)]
     game.now += 15.6
     game.poll()
     game.now += 15.6
     (failure,) = game.poll()
-    assert failure == PlayFailure(7, "environment_timeout", "it took longer than environment.turn_timeout_s; played 3 times")
+    assert failure == SamplingFailure(
+        7, "environment_timeout", "it took longer than environment.turn_timeout_s; played 3 times"
+    )
 
 
 def test_time_in_the_engine_is_not_the_functions() -> None:
@@ -430,7 +442,7 @@ def test_lease_that_is_over_ends_its_episodes_in_the_middle_of_a_tool_call_and_n
     game.poll(sample("7/0/0"))
     game.sampled("7/0/0", 1, [5])
     game.episodes.cancel(7)
-    assert game.workers.sent[-1] == Cancel(episode="7/0/0")
+    assert game.workers.sent[-1] == CancelEpisode(episode="7/0/0")
     num_sent = len(game.workers.sent)
     assert game.poll(Failed(episode="7/0/0", is_transient=True, detail="cancelled")) == []
     game.now = 100

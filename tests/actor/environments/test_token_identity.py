@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.environments.episodes import Episodes
-from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, Play, Sample, Sampled, ToWorker
+from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, PlayEpisode, SampleTurn, ToWorker, TurnSampled
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.sampling import Played
+from offbeat.actor.sampling import SampledGroup
 from offbeat.common.models.folders import hash_model
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease, Sampling
@@ -38,13 +38,13 @@ class Talk:
         self.answered: dict[str, list[int]] = {}
         self.random = np.random.default_rng(0)
 
-    def play(self, episode: str, message: Play) -> None:
+    def play(self, episode: str, message: PlayEpisode) -> None:
         self.num_asked[episode], self.answered[episode] = 0, []
         for _ in range(2):
             self._ask(episode, PROMPT)
 
     def send(self, episode: str, message: ToWorker) -> None:
-        assert isinstance(message, Sampled)
+        assert isinstance(message, TurnSampled)
         answered = self.answered[episode]
         answered.append(message.turn)
         if self.num_asked[episode] < NUM_TURNS:
@@ -69,7 +69,7 @@ class Talk:
         back = 0 if continues is None else number - continues
         context = self.random.integers(4, 40, self.random.integers(continues is None, 6)).tolist()
         longest = int(self.random.integers(1, 9))
-        self.arrived.append(Sample(episode=episode, back=back, context=context, max_new_tokens=longest))
+        self.arrived.append(SampleTurn(episode=episode, back=back, context=context, max_new_tokens=longest))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
         if num_steps % 7 == 0:
             versions[len(versions)] = weights_of(model, len(versions))
             engine.load_weights(buffer_of(versions[len(versions) - 1]), len(versions) - 1, recompute_kv=True)
-    assert isinstance(played[0], Played)
+    assert isinstance(played[0], SampledGroup)
     seen, kinds = set[int](), set[int]()
     for completion in played[0].completions:
         reads = read_by_turns(prompt, completion.turns, completion.context_ids, completion.token_ids)

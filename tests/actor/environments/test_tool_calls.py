@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from offbeat.actor.environments.chat import Chat, ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat
-from offbeat.actor.environments.messages import Play, Sampled
+from offbeat.actor.environments.messages import PlayEpisode, TurnSampled
 from offbeat.actor.environments.tool_calls import Parsed, ToolCall, TurnParser
 from offbeat.common.errors import SettingError
 
@@ -87,7 +87,9 @@ def test_parser_whose_marks_the_tokenizer_lacks_is_refused(tiny_bpe_model: Path)
 def test_functions_turns_have_calls_and_its_answers_are_messages(tokenizer: Any) -> None:
     """Ids count over the episode, so each call has its own."""
     asked: list[Any] = []
-    play = Play(episode="1/0/0", row="{}", prompt="", num_prompt_tokens=9, max_new_tokens=99, seed=0, is_evaluation=False)
+    play = PlayEpisode(
+        episode="1/0/0", row="{}", prompt="", num_prompt_tokens=9, max_new_tokens=99, seed=0, is_evaluation=False
+    )
     parser = TurnParser(tokenizer, tool_parser="hermes")
     episode = ChatEpisode(play, max_length=999, max_episode_tokens=999, send=asked.append, open_url=lambda _: "")
     chat = Chat(episode, ChatFormat(tokenizer, {}, has_chat_template=True), parser)
@@ -97,7 +99,7 @@ def test_functions_turns_have_calls_and_its_answers_are_messages(tokenizer: Any)
         for number in range(2):
             turn_of_model = asyncio.create_task(chat.sample())
             await asyncio.sleep(0)
-            episode.take(Sampled(episode="1/0/0", turn=number, token_ids=turn(tokenizer, CALL), finish_reason="stop"))
+            episode.take(TurnSampled(episode="1/0/0", turn=number, token_ids=turn(tokenizer, CALL), finish_reason="stop"))
             (call,) = (await turn_of_model).tool_calls
             chat.add({"role": "tool", "content": "7", "tool_call_id": call.id, "name": call.name})
             ids.append(call.id)

@@ -27,7 +27,7 @@ import logging, os, signal, sys, types
 transformers = sys.modules["transformers"] = types.ModuleType("transformers")
 transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda folder: None)
 
-from offbeat.actor.environments.messages import Begin, Play
+from offbeat.actor.environments.messages import Begin, PlayEpisode
 from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.processes.child import Fork
@@ -44,7 +44,9 @@ print(type(starts._forker) is Fork, flush=True)
 print(os.getpid(), starts._forker.pid, *[one._process.pid for one in workers._workers], flush=True)
 for line in sys.stdin:
     for name in "ab":
-        play = Play(episode=name, row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False)
+        play = PlayEpisode(
+            episode=name, row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False
+        )
         workers.play(name, play)
     ended = []
     while len(ended) < 2:

@@ -8,7 +8,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, Withdraw
+from offbeat.actor.environments.messages import (
+    Begin,
+    CancelEpisode,
+    Ended,
+    Failed,
+    FromWorker,
+    PlayEpisode,
+    SampleTurn,
+    TurnSampled,
+    Withdraw,
+)
 from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError
@@ -112,7 +122,7 @@ def one_process(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
 @pytest.fixture
 def workers(one_process: Workers) -> Workers:
     for episode in list(one_process._workers[0].episodes):
-        one_process.send(episode, Cancel(episode=episode))
+        one_process.send(episode, CancelEpisode(episode=episode))
         one_process.end(episode)
     # The mistake of this last episode comes behind what the others still say.
     play(one_process, "0/0/0", "mistake")
@@ -142,7 +152,9 @@ def begin(model: Path, function: str = "games:play", max_length: int = 20) -> Be
 
 def play(workers: Workers, episode: str, kind: str, turns: int = 1) -> None:
     row = f'{{"kind": "{kind}", "turns": {turns}}}'
-    message = Play(episode=episode, row=row, prompt="1+1=", num_prompt_tokens=4, max_new_tokens=8, seed=7, is_evaluation=False)
+    message = PlayEpisode(
+        episode=episode, row=row, prompt="1+1=", num_prompt_tokens=4, max_new_tokens=8, seed=7, is_evaluation=False
+    )
     workers.play(episode, message)
 
 
@@ -167,39 +179,39 @@ def worker_pids() -> list[int]:
 
 def test_function_plays_its_turns_and_returns_its_reward(workers: Workers) -> None:
     play(workers, "1/0/0", "turns", turns=2)
-    assert next_news(workers) == [Sample(episode="1/0/0", context=[], max_new_tokens=3)]
-    workers.send("1/0/0", Sampled(episode="1/0/0", turn=0, token_ids=[5, 6], finish_reason="stop"))
+    assert next_news(workers) == [SampleTurn(episode="1/0/0", context=[], max_new_tokens=3)]
+    workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=0, token_ids=[5, 6], finish_reason="stop"))
     (second,) = next_news(workers)
     # Tokens 4 and up are the characters of the alphabet.
-    assert second == Sample(episode="1/0/0", context=[5, 6], max_new_tokens=3)
-    workers.send("1/0/0", Sampled(episode="1/0/0", turn=1, token_ids=[7], finish_reason="length"))
+    assert second == SampleTurn(episode="1/0/0", context=[5, 6], max_new_tokens=3)
+    workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=1, token_ids=[7], finish_reason="length"))
     assert next_news(workers) == [Ended(episode="1/0/0", reward=2.007, parts={"turns": 2.0}, is_out_of_room=False)]
 
 
 def test_sequences_of_an_episode_are_sampled_at_once_and_a_turn_given_up_is_withdrawn(workers: Workers) -> None:
     play(workers, "1/0/0", "forks")
-    assert next_news(workers) == [Sample(episode="1/0/0", context=[], max_new_tokens=8)]
-    workers.send("1/0/0", Sampled(episode="1/0/0", turn=0, token_ids=[5], finish_reason="stop"))
+    assert next_news(workers) == [SampleTurn(episode="1/0/0", context=[], max_new_tokens=8)]
+    workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=0, token_ids=[5], finish_reason="stop"))
     asked: list[FromWorker | str] = []
     while len(asked) < 3:
         asked += next_news(workers)
     one, two, three, four = map(token, "1234")
     assert asked == [
-        Sample(episode="1/0/0", back=1, context=[three], max_new_tokens=8),
-        Sample(episode="1/0/0", back=2, context=[], max_new_tokens=8),
-        Sample(episode="1/0/0", back=0, context=[one, two], max_new_tokens=2),
+        SampleTurn(episode="1/0/0", back=1, context=[three], max_new_tokens=8),
+        SampleTurn(episode="1/0/0", back=2, context=[], max_new_tokens=8),
+        SampleTurn(episode="1/0/0", back=0, context=[one, two], max_new_tokens=2),
     ]
     for turn, text in ((3, "7"), (2, "8"), (1, "9")):
-        workers.send("1/0/0", Sampled(episode="1/0/0", turn=turn, token_ids=[token(text)], finish_reason="stop"))
-    assert next_news(workers) == [Sample(episode="1/0/0", back=1, context=[], max_new_tokens=8)]
+        workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[token(text)], finish_reason="stop"))
+    assert next_news(workers) == [SampleTurn(episode="1/0/0", back=1, context=[], max_new_tokens=8)]
     given_up: list[FromWorker | str] = []
     while len(given_up) < 2:
         given_up += next_news(workers)
     assert given_up == [
         Withdraw(episode="1/0/0", turn=4),
-        Sample(episode="1/0/0", back=2, context=[four], max_new_tokens=8),
+        SampleTurn(episode="1/0/0", back=2, context=[four], max_new_tokens=8),
     ]
-    workers.send("1/0/0", Sampled(episode="1/0/0", turn=5, token_ids=[5], finish_reason="stop"))
+    workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=5, token_ids=[5], finish_reason="stop"))
     # The prompt has 4 tokens, and the first sequence 3 more, of 20; all sequences have 11 of 40 by then.
     assert next_news(workers) == [Ended(episode="1/0/0", reward=987.0, parts={"room": 13.0}, is_out_of_room=False)]
 
@@ -211,7 +223,7 @@ def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
     asked: list[FromWorker | str] = []
     while len(asked) < len(names):
         asked += next_news(workers)
-    assert {one.episode for one in asked if isinstance(one, Sample)} == names
+    assert {one.episode for one in asked if isinstance(one, SampleTurn)} == names
 
 
 def test_many_agents_that_are_not_async_play_at_once(workers: Workers) -> None:
@@ -238,14 +250,14 @@ def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: st
     assert isinstance(failed, Failed)
     assert (failed.is_transient, failed.detail.startswith(detail)) == (is_transient, True)
     play(workers, "2/0/0", "turns")
-    assert isinstance(next_news(workers)[0], Sample)
+    assert isinstance(next_news(workers)[0], SampleTurn)
 
 
 def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> None:
     play(workers, "1/0/0", "greedy")
     for turn in range(2):
-        assert isinstance(next_news(workers)[0], Sample)
-        workers.send("1/0/0", Sampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
+        assert isinstance(next_news(workers)[0], SampleTurn)
+        workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
     assert next_news(workers) == [
         Ended(episode="1/0/0", reward=1.25, parts={}, is_out_of_room=True, turn_rewards={0: 0.5, 1: 0.5})
     ]
@@ -254,7 +266,7 @@ def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> 
 def test_cancelled_episode_ends(workers: Workers) -> None:
     play(workers, "1/0/0", "turns")
     next_news(workers)
-    workers.send("1/0/0", Cancel(episode="1/0/0"))
+    workers.send("1/0/0", CancelEpisode(episode="1/0/0"))
     assert next_news(workers) == [Failed(episode="1/0/0", is_transient=True, detail="cancelled")]
 
 
@@ -269,7 +281,7 @@ def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fr
     assert lost == ["1/0/0", "2/0/0"]
     play(fragile, "1/0/1", "turns")
     assert list(fragile.not_begun()) == ["1/0/1"], "its worker is still starting"
-    assert next_news(fragile)[-1] == Sample(episode="1/0/1", context=[], max_new_tokens=3)
+    assert next_news(fragile)[-1] == SampleTurn(episode="1/0/1", context=[], max_new_tokens=3)
     assert list(fragile.not_begun()) == []
     assert not psutil.pid_exists(pid)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from offbeat.common.weights import nccl_group
-from offbeat.common.weights.nccl_group import Place
+from offbeat.common.weights.nccl_group import NcclStart
 
 Fate = Literal["", "hang in init", "die in init", "refuse", "die", "stop", "never complete", "hang in wait", "no device"]
 
@@ -37,7 +37,7 @@ Last error:
 Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000"""
 
 
-def serve(connection: Connection, place: Place, fates: dict[int, Fate]) -> None:
+def serve(connection: Connection, place: NcclStart, fates: dict[int, Fate]) -> None:
     """Run NCCL's process with the stand-in and on the CPU; a rank's fate befalls it at its second bucket, or in its init."""
     fate = fates.get(place.seat.rank, "")
 

@@ -10,7 +10,7 @@ from typing import Any
 from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.message_tree import Message
 from offbeat.actor.environments.endpoint.server import Endpoint
-from offbeat.actor.environments.endpoint.session import Session
+from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.tool_calls import ToolCall
 
 
@@ -60,7 +60,7 @@ class Game:
         self.tools: list[Sequence[Any]] = []
         self.num_started = 0
         self.longest: int | None = None
-        self.session = Session("7-0-0", max_length, self.begin)
+        self.session = AgentSession("7-0-0", max_length, self.begin)
         self.url = endpoint.open(self.session)
 
     def close(self) -> None:

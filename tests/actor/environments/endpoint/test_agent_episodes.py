@@ -15,13 +15,13 @@ from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.messages import (
     FROM_WORKER,
     Begin,
-    Cancel,
+    CancelEpisode,
     Ended,
     Failed,
     FromWorker,
-    Play,
-    Sample,
-    Sampled,
+    PlayEpisode,
+    SampleTurn,
+    TurnSampled,
     digest_of,
 )
 from offbeat.actor.environments.tool_calls import TurnParser
@@ -33,23 +33,23 @@ ROW = '{"answer": "4"}'
 
 
 class Actor:
-    """Stands for the actor: it answers every `Sample` with the next of its turns, and never when there is none."""
+    """Stands for the actor: it answers every `SampleTurn` with the next of its turns, and never when there is none."""
 
     def __init__(self, tokenizer: Any, turns: list[str]) -> None:
         self.tokenizer = tokenizer
         self.turns = turns
         self.worker: Worker | None = None
-        self.samples: list[Sample] = []
+        self.samples: list[SampleTurn] = []
         self.ends: asyncio.Queue[Ended | Failed] = asyncio.Queue()
 
     def write(self, data: bytes) -> None:
         message: FromWorker = FROM_WORKER.decode(data[HEAD.size :])
         match message:
-            case Sample():
+            case SampleTurn():
                 self.samples.append(message)
                 if len(self.samples) <= len(self.turns):
                     token_ids = self.tokenizer.encode(self.turns[len(self.samples) - 1])
-                    sampled = Sampled(
+                    sampled = TurnSampled(
                         episode=message.episode,
                         turn=len(self.samples) - 1,
                         token_ids=[*token_ids, self.tokenizer.eos_token_id],
@@ -80,7 +80,7 @@ async def playing(
     )  # fmt: skip
     actor.worker = Worker(begin, function, chat_format, TurnParser(tokenizer), cast(asyncio.StreamWriter, actor))
     prompt = chat_format.opening(PROMPT)
-    play = Play(
+    play = PlayEpisode(
         episode="3/1/0", row=ROW, prompt="", num_prompt_tokens=len(prompt), prompt_digest=digest_of(prompt), max_new_tokens=50,
         seed=3, is_evaluation=False,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_cancelled_episode_gives_410_to_the_call_that_waits(tokenizer: Any) -> N
             while not actor.samples:
                 await asyncio.sleep(0.005)
             assert actor.worker is not None
-            actor.worker.handle(Cancel(episode="3/1/0"))
+            actor.worker.handle(CancelEpisode(episode="3/1/0"))
             assert isinstance(await actor.ends.get(), Failed)
             with pytest.raises(openai.APIStatusError) as caught:
                 await calls[0]
