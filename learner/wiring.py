@@ -6,6 +6,7 @@ hub -> inputs -> run folder -> outlets -> trainer -> run as it was left -> canar
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,8 +47,11 @@ LOADING = "ended while the learner was loading"
 """The last words of a learner that a signal ends before it works."""
 
 
-def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
-    """Train until `train.num_steps` or a signal; every rank of the learner calls this, rank 0 with the run's folder locked."""
+def run_learner(config: Config, stop: StopRequest, report_command: Sequence[str]) -> RunOutcome:
+    """Train until `train.num_steps` or a signal; every rank of the learner calls this, rank 0 with the run's folder locked.
+
+    `report_command` with a run's folder prints its report, for the live page.
+    """
     if launcher_rank() > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
@@ -60,7 +64,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             inputs = load_inputs(config)
         folder = open_folder(config, inputs.identity, inputs.prompt_hashes)
         inputs = inputs._replace(identity=folder.identity)
-        outlets = stack.enter_context(open_outlets(config, stop))
+        outlets = stack.enter_context(open_outlets(config, stop, report_command))
         record = outlets.health.record
         stack.enter_context(mirroring(config.run, record))
         folder.report(record)

@@ -7,7 +7,9 @@ const widths = new ResizeObserver((entries) => {
 });
 
 function drawFigures() {
-  const darkColors = JSON.parse(document.getElementById("dark-colors").textContent);
+  const colors = document.getElementById("dark-colors");
+  if (!colors) return;
+  const darkColors = JSON.parse(colors.textContent);
   const lightColors = new RegExp(Object.keys(darkColors).join("|"), "g");
   for (const div of document.querySelectorAll(".plot")) {
     const text = div.previousElementSibling.textContent;
@@ -18,4 +20,4 @@ function drawFigures() {
 }
 
 scheme.addEventListener("change", drawFigures);
-if (document.querySelector(".plot")) drawFigures();
+drawFigures();

@@ -190,9 +190,9 @@ def page_html(page: Page) -> str:
     )
 
 
-def content_html(page: Page) -> str:
-    """Return what stands between the frame of a page: head, tiles, sections and figures, for a page that draws them itself."""
-    return _templates().get_template("content.html").render(page=page)
+def sections_html(page: Page) -> str:
+    """Return what stands below the head of a page, for a page that has its own head and draws the figures itself."""
+    return _templates().get_template("sections.html").render(page=page)
 
 
 def write_page(path: Path, page: Page) -> Path:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from offbeat.deploy.local.quickstart.prepared import expand
 from offbeat.protocols.addresses import ChannelError
 
 logger = logging.getLogger(__name__)
+
+REPORT_COMMAND = (sys.executable, "-m", "offbeat.lab.report.run_report")
+"""Prints the report of a run, in whose folder the learner's live page has it made."""
 
 
 def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
@@ -57,7 +61,7 @@ def _run(config: Config, *, is_first_rank: bool) -> None:
 
     has_ended = True
     try:
-        has_ended = run_learner(config, stop) != "paused"
+        has_ended = run_learner(config, stop, REPORT_COMMAND) != "paused"
     except (SettingError, ChannelError):
         has_ended = False
         raise

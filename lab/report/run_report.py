@@ -1,6 +1,10 @@
-"""The report of a run: one HTML page that needs neither a network nor other files."""
+"""The report of a run: one HTML page that needs neither a network nor other files.
+
+Started as a program with the folder of a run, this module prints the report without its head, for the live page.
+"""
 
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +29,7 @@ from offbeat.common.pages.page import (
     Tally,
     Term,
     Tiles,
+    sections_html,
     write_page,
 )
 from offbeat.common.records.rows import LedgerSums
@@ -460,3 +465,7 @@ def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
         first = ", ".join(str(line) for line in broken_lines[:5])
         broken = f" {len(broken_lines):,} unreadable lines were skipped (first: {first})."
     return f"Written {written} from {history.num_rows:,} rows of {ROWS_FILE}.{broken}"
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(sections_html(read_report(Path(sys.argv[1]))).encode())

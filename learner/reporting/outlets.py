@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -52,16 +52,19 @@ class Outlets(NamedTuple):
 
 
 @contextmanager
-def open_outlets(config: Config, stop: StopRequest) -> Iterator[Outlets]:
-    """Open what the settings ask for, in the main thread; the run's folder is there."""
+def open_outlets(config: Config, stop: StopRequest, report_command: Sequence[str]) -> Iterator[Outlets]:
+    """Open what the settings ask for, in the main thread; the run's folder is there.
+
+    `report_command` prints the report of the run in the folder that is its last argument.
+    """
     folder = Path(config.run.dir)
     log_to_file(folder / PROGRAM_LOGS / "learner.log", "learner")
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
         progress = Progress(config.train.num_steps)
-        page = LivePage(folder.resolve().name) if config.metrics.bind else None
+        page = LivePage(folder.resolve().name, [*report_command, str(folder)]) if config.metrics.bind else None
         if page is not None:
-            page.add_former(folder)
+            stack.callback(page.close)
         path = config.metrics.callback
         callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
         takers = [progress.add, *(taker.add for taker in (page, callback) if taker is not None)]

@@ -18,6 +18,7 @@ from offbeat.learner.leases.events import Accepted, Expired, Granted
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.training import checkpoints
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Process, Services, free_port, write_config
+from tests.lab.report.test_report import figure_titled
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
@@ -96,8 +97,10 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     learner = services.start("learner", config, "run.resume=true", "weights.chunk_mb=4")
     services.wait_for(lambda: len(services.rows("run", "step")) > num_before, "a step of the resumed learner")
     # The page is where it was, and has the steps of both processes.
-    xs = live_state(port)["curves"]["reward/mean"]["xs"]
-    assert xs == list(range(1, len(xs) + 1))
+    services.wait_for(lambda: live_state(port)["report"] > 0, "the report on the live page")
+    steps = figure_titled(live_page(port, "report.html").decode(), "Reward by step")["data"][0]["x"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= num_before
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
@@ -266,8 +269,12 @@ def test_status_answers_while_the_learner_is_inside_a_long_step(services: Servic
 
 
 def live_state(port: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port.strip()}/state.json", timeout=10) as answer:
-        return msgspec.json.decode(answer.read())
+    return msgspec.json.decode(live_page(port, "state.json"))
+
+
+def live_page(port: str, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port.strip()}/{path}", timeout=10) as answer:
+        return answer.read()
 
 
 def child_of(launcher: Process, service: str) -> psutil.Process:

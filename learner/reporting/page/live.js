@@ -1,18 +1,9 @@
-// Asks the learner for its state every other second and shows it. Texts from outside become text nodes, never markup.
+// Asks the learner for its state every other second and shows it, and the newest report beneath. Texts of the state become text
+// nodes, never markup; those of the report were escaped by its templates, and the server's policy lets no script in it run.
 const INTERVAL_MS = 2000;
-const PLOTS = [
-  ["Reward", "reward", [["reward/mean", "trained", "--accent"], ["eval/reward", "held out", "--warn"]]],
-  ["Policy lag", "optimizer steps", [["lag/max", "largest", "--muted"], ["lag/mean", "mean", "--accent"], ["staleness/bound", "bound", "--warn"]]],
-  ["Clipped", "share", [["clip/fraction", "clipped", "--accent"]]],
-  ["Spread of the log ratio", "nats", [["ratio/log_std", "standard deviation", "--accent"]]],
-  ["Entropy", "nats", [["entropy/mean", "next token", "--accent"]]],
-  ["Length", "tokens", [["length/mean", "mean", "--accent"]]],
-  ["Gradient norm", "", [["loss/grad_norm", "norm", "--accent"]]],
-  ["Seconds of a step", "s", [["time/step_s", "whole step", "--accent"], ["time/wait_rollouts_s", "waits for rollouts", "--warn"]]],
-];
+let shownReport = 0;
 
 const at = (id) => document.getElementById(id);
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const shown = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
 function element(tag, text, className) {
@@ -34,42 +25,6 @@ function duration(seconds) {
   return parts.map((part, index) => (index ? String(part).padStart(2, "0") : part)).join(":");
 }
 
-function makePlots() {
-  for (const [title] of PLOTS) {
-    const card = element("div", "", "card");
-    card.append(element("h3", title), element("div", "", "plot"));
-    at("plots").append(card);
-  }
-}
-
-function drawPlots(curves) {
-  const boxes = document.querySelectorAll(".plot");
-  PLOTS.forEach(([, unit, lines], index) => {
-    const traces = lines
-      .filter(([metric]) => metric in curves)
-      .map(([metric, name, tone]) => ({
-        x: curves[metric].xs,
-        y: curves[metric].ys,
-        name,
-        mode: curves[metric].xs.length > 12 ? "lines" : "lines+markers",
-        line: { color: color(tone), width: 2 },
-      }));
-    const axis = { gridcolor: color("--line"), linecolor: color("--line"), zeroline: false, automargin: true, tickfont: { color: color("--muted") } };
-    const layout = {
-      margin: { l: 44, r: 10, t: 8, b: 30 },
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: color("--ink"), size: 12 },
-      showlegend: traces.length > 1,
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-      hovermode: "x unified",
-      xaxis: { ...axis, showgrid: false },
-      yaxis: { ...axis, title: { text: unit, font: { color: color("--muted") } } },
-    };
-    Plotly.react(boxes[index], traces, layout, { displayModeBar: false, responsive: true });
-  });
-}
-
 function showMembers(members, version) {
   at("members").replaceChildren(
     ...members.map((member) => {
@@ -82,26 +37,29 @@ function showMembers(members, version) {
   );
 }
 
-function showSamples(samples) {
-  at("samples").replaceChildren(
-    ...samples.map((sample) => {
-      const card = element("div", "", "card sample");
-      const facts = `step ${sample.policy_version}, reward ${shown(sample.reward, 3)}, lag ${sample.policy_lag}, ${sample.num_tokens} tokens, ended by ${sample.finish_reason}`;
-      card.append(element("div", facts, "facts"), element("pre", sample.prompt, "prompt"), element("pre", sample.completion));
-      return card;
-    }),
-  );
+// Replaces the report and keeps what its reader has open; a figure is drawn again in its place, where the mouse may be.
+function showReport(text) {
+  const fresh = new DOMParser().parseFromString(text, "text/html").body;
+  const titles = (root, selector) => new Map([...root.querySelectorAll(selector)].map((part) => [part.textContent, part.parentElement]));
+  const drawn = titles(at("report"), "figure > h3");
+  for (const [title, figure] of titles(fresh, "figure > h3")) {
+    const place = figure.querySelector(".plot");
+    const old = place && drawn.get(title)?.querySelector(".plot");
+    if (!old) continue;
+    old.style.height = place.style.height;
+    place.replaceWith(old);
+  }
+  const folded = titles(at("report"), "details > summary");
+  for (const [summary, details] of titles(fresh, "details > summary")) if (folded.has(summary)) details.open = folded.get(summary).open;
+  at("report").replaceChildren(...fresh.childNodes);
+  drawFigures();
 }
 
-function showEvents(events) {
-  at("events").replaceChildren(
-    ...events.map((event) => {
-      const row = document.createElement("tr");
-      const time = new Date(event.time * 1000).toLocaleTimeString();
-      row.append(...[time, event.event, event.actor || "", event.detail].map((text) => element("td", text)));
-      return row;
-    }),
-  );
+async function askForReport(number) {
+  const answer = await fetch("report.html");
+  if (!answer.ok) return;
+  showReport(await answer.text());
+  shownReport = number;
 }
 
 function show(state) {
@@ -125,9 +83,6 @@ function show(state) {
   );
   at("ledger").replaceChildren(...Object.entries(status.ledger).map(([name, number]) => tile(name, number.toLocaleString())));
   showMembers(status.members, status.policy_version);
-  showSamples(state.samples);
-  showEvents(state.events);
-  drawPlots(state.curves);
 }
 
 function tell(text, tone) {
@@ -139,13 +94,14 @@ async function ask() {
   try {
     const answer = await fetch("state.json");
     if (!answer.ok) throw new Error(answer.statusText);
-    show(await answer.json());
+    const state = await answer.json();
+    show(state);
     tell("live", "good");
+    if (state.report !== shownReport) await askForReport(state.report);
   } catch {
     tell("the learner does not answer", "bad");
   }
   setTimeout(ask, INTERVAL_MS);
 }
 
-makePlots();
 ask();

@@ -1,29 +1,29 @@
-"""The live page of a run: what the report shows, while it goes on, with the members and what the next batch waits for.
+"""The live page of a run: its state as the learner tells it, and the report so far.
 
-rows as they are recorded -> curves, newest samples -> /state.json -> the page's script
-dispatcher -> status report ----------------------------^
+dispatcher -> status report -> /state.json -> the page's script
+rows in the run's folder -> report, made by another process -> /report.html ^
 """
 
 import logging
+import os
+import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
 from offbeat.common.pages.page import asset
 from offbeat.common.processes.files import replace
 from offbeat.common.records.probes import health, numbers, readiness
-from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
+from offbeat.common.records.rows import OtherRow, Row, StepRow
 from offbeat.common.records.web import Response, Route, WebServer
-from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.learner.reporting.page.exported import families
 from offbeat.protocols.messages import StatusReport
+from offbeat.protocols.text import plain
 
 logger = logging.getLogger(__name__)
 
@@ -48,141 +48,122 @@ def _former_port(run_folder: Path) -> int:
     return 0
 
 
-MOST_POINTS = 600
-"""Most points of a curve: more than a plot has pixels for."""
+REPORT_PAUSE_S = 10.0
+"""Least seconds from the end of one report to the start of the next."""
+REPORT_SHARE = 0.1
+"""Largest share of a processor that reports may cost while somebody looks at the page."""
+REPORT_TIMEOUT_S = 120.0
+"""Time after which the process that makes a report is killed, in seconds."""
+REPORT_NICENESS = 10
+"""Of that process: training goes first."""
 
 
-class Points(NamedTuple):
-    """A curve, by rising x."""
+class LiveReport:
+    """The report of a run so far. Any thread may ask for it.
 
-    xs: list[float]
-    ys: list[float]
+    A report reads all rows of the run, so it is made by another process, and only while somebody looks at the page: the next
+    one as late as `REPORT_PAUSE_S` and `REPORT_SHARE` demand.
+    """
 
+    def __init__(self, command: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`command` prints the report as HTML."""
+        self._command = command
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._due = clock()
+        """Time from which the next report may be made."""
+        self._number = 0
+        self._content: bytes | None = None
 
-class Curve:
-    """The means of consecutive values, each over equally many of them but for the last."""
+    def number(self) -> int:
+        """Return the number of reports that were made, and have the next one made where it is due."""
+        with self._lock:
+            if self._process is None and not self._is_closed and self._clock() >= self._due:
+                started = self._clock()
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    # Ctrl-C asks the learner to stop, not this process.
+                    start_new_session=True,
+                )
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, self._process.pid, REPORT_NICENESS)
+                threading.Thread(target=self._take, args=(self._process, started), name="report", daemon=True).start()
+            return self._number
 
-    def __init__(self) -> None:
-        self._xs: list[float] = []
-        self._ys: list[float] = []
-        self._stride = 1
-        """Values that each point but the last is a mean of."""
-        self._num_in_last = 0
+    def newest(self) -> Response:
+        """Return the newest report; status 404 before the first."""
+        content = self._content
+        if content is None:
+            return Response(b"no report has been made yet\n", status=404)
+        return Response(content, "text/html; charset=utf-8")
 
-    def add(self, x: float, y: float) -> None:
-        """Append a value, merging points in pairs where there would be more than `MOST_POINTS`.
+    def close(self) -> None:
+        """Make no more reports, and end the process that makes one."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
 
-        The points from `x` on are replaced: a resumed run makes their steps again.
-        """
-        while self._xs and self._xs[-1] >= x:
-            self._xs.pop()
-            self._ys.pop()
-            self._num_in_last = self._stride
-        if self._num_in_last and self._num_in_last < self._stride:
-            weight = 1 / (self._num_in_last + 1)
-            self._xs[-1] += (x - self._xs[-1]) * weight
-            self._ys[-1] += (y - self._ys[-1]) * weight
-            self._num_in_last += 1
-            return
-        if len(self._xs) == MOST_POINTS:
-            self._xs, self._ys = _halved(self._xs), _halved(self._ys)
-            self._stride *= 2
-        self._xs.append(x)
-        self._ys.append(y)
-        self._num_in_last = 1
-
-    def points(self) -> Points:
-        """Return the curve so far."""
-        return Points(list(self._xs), list(self._ys))
-
-
-def _halved(values: list[float]) -> list[float]:
-    return [(first + second) / 2 for first, second in zip(values[::2], values[1::2], strict=True)]
-
-
-CURVES = (
-    "reward/mean",
-    "lag/mean",
-    "lag/max",
-    "staleness/bound",
-    "clip/fraction",
-    "ratio/log_std",
-    "entropy/mean",
-    "length/mean",
-    "loss/grad_norm",
-    "time/step_s",
-    "time/wait_rollouts_s",
-)
-"""Metrics of steps that the page draws."""
-HELD_OUT = "eval/reward"
-NUM_SAMPLES = 8
-NUM_EVENTS = 30
+    def _take(self, process: "subprocess.Popen[bytes]", started: float) -> None:
+        """Wait for a process and keep what it printed."""
+        try:
+            content, errors = process.communicate(timeout=REPORT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            content, errors = process.communicate()
+        now = self._clock()
+        with self._lock:
+            self._process = None
+            self._due = now + max(REPORT_PAUSE_S, (now - started) * (1 / REPORT_SHARE - 1))
+            if process.returncode == 0:
+                self._content = content
+                self._number += 1
+            elif not self._is_closed:
+                reason = errors.decode(errors="replace").strip().rpartition("\n")[2] or f"status {process.returncode}"
+                logger.warning("the live page has no new report: %s", plain(reason))
 
 
 class LivePage:
-    """Collects rows, from any thread, and answers for the page."""
+    """Answers for the page, from any thread."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is the page's title."""
+    def __init__(self, name: str, report_command: Sequence[str]) -> None:
+        """`name` is the page's title; `report_command` prints the run's report as HTML."""
         self._name = name
-        self._lock = threading.Lock()
-        self._curves: dict[str, Curve] = {}
+        self._report = LiveReport(report_command)
         self._step: StepRow | None = None
-        self._samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
-        self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)
 
     def add(self, row: Row | OtherRow) -> None:
-        """Take a row that was recorded."""
-        with self._lock:
-            match row:
-                case StepRow():
-                    self._step = row
-                    for name in CURVES:
-                        self._extend(name, row.policy_version, row.number(name))
-                case EvalRow():
-                    self._extend(HELD_OUT, row.policy_version, row.reward)
-                case SampleRow():
-                    self._samples.append(row_fields(row))
-                case EventRow():
-                    self._events.append(row_fields(row))
-                case _:
-                    pass
-
-    def add_former(self, run_folder: Path) -> None:
-        """Take the rows that former processes of the run have written."""
-        for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EvalRow, SampleRow, EventRow):
-            self.add(row)
+        """Take a row that was recorded: monitors get the numbers of the newest step."""
+        if isinstance(row, StepRow):
+            self._step = row
 
     def routes(self, status: Callable[[], StatusReport], silence_s: Callable[[], float]) -> dict[str, Route]:
         """Return the paths that the learner's web server answers; `silence_s` tells how long ago the hub's thread turned."""
         return {
             "/": lambda: Response(_asset("live.html"), "text/html; charset=utf-8"),
             "/live.js": lambda: Response(_asset("live.js"), "text/javascript; charset=utf-8"),
+            "/figures.js": lambda: Response(asset("figures.js"), "text/javascript; charset=utf-8"),
             "/page.css": lambda: Response(asset("page.css"), "text/css; charset=utf-8"),
             "/live.css": lambda: Response(_asset("live.css"), "text/css; charset=utf-8"),
             "/plotly.js": _plotly,
             "/state.json": lambda: self._state(status()),
+            "/report.html": self._report.newest,
             "/metrics": lambda: numbers(families(status(), self._step)),
             "/healthz": lambda: health("the hub", silence_s()),
             "/readyz": lambda: _readiness(status()),
         }
 
-    def _extend(self, name: str, version: int, value: float | None) -> None:
-        if value is not None:
-            self._curves.setdefault(name, Curve()).add(version, value)
+    def close(self) -> None:
+        """End what the page has started."""
+        self._report.close()
 
     def _state(self, report: StatusReport) -> Response:
-        with self._lock:
-            curves: dict[str, Points] = {name: curve.points() for name, curve in self._curves.items()}
-            samples, events = list(self._samples), list(self._events)
-        state = {
-            "name": self._name,
-            "time": time.time(),
-            "status": report,
-            "curves": {name: points._asdict() for name, points in curves.items()},
-            "samples": samples[::-1],
-            "events": events[::-1],
-        }
+        state = {"name": self._name, "status": report, "report": self._report.number()}
         return Response(msgspec.json.encode(state), "application/json")
 
 

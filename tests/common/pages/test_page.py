@@ -31,8 +31,8 @@ from offbeat.common.pages.page import (
     Tally,
     Term,
     Tiles,
-    content_html,
     page_html,
+    sections_html,
     write_page,
 )
 
@@ -81,14 +81,14 @@ def test_no_text_of_any_block_is_markup() -> None:
 
 
 def test_labels_of_figures_are_no_tags_for_plotly_either() -> None:
-    (text,) = re.findall(r'class="figure">(.*?)</script>', content_html(page_of(plot("<b>&"))))
+    (text,) = re.findall(r'class="figure">(.*?)</script>', sections_html(page_of(plot("<b>&"))))
     assert text.count("&lt;b&gt;&amp;") == 4, "the line's name, both axes and the annotation"
     assert "%{y:.3~g}" in text, "templates of ours stay as they are"
 
 
 def test_every_kind_of_block_shows_its_text() -> None:
     for block in every_block("this text"):
-        assert "this text" in html.unescape(content_html(page_of(block)))
+        assert "this text" in html.unescape(sections_html(page_of(block)))
 
 
 def test_browser_is_told_to_run_the_scripts_of_the_page_and_no_others() -> None:

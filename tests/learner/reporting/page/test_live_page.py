@@ -1,20 +1,26 @@
-"""The live page shows the rows so far as data, stays small on a long run, and answers monitors truthfully."""
+"""The live page shows the state and the report so far, costs little for it, and answers monitors truthfully."""
 
 import json
 import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.common.records.exported import exposition
 from offbeat.common.records.probes import TURNED_WITHIN_S
-from offbeat.common.records.rows import EvalRow, EventRow, SampleRow, StepRow
+from offbeat.common.records.rows import StepRow
 from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.reporting.page.exported import EXPORTED, FROM_STEP, families
-from offbeat.learner.reporting.page.live_page import CURVES, HELD_OUT, MOST_POINTS, NUM_SAMPLES, LivePage, serving
+from offbeat.learner.reporting.page.live_page import REPORT_PAUSE_S, LivePage, LiveReport, serving
 from offbeat.protocols.messages import MemberStatus, StatusReport, Vitals
 
+NO_REPORT = ("false",)
 ASSETS = Path(__file__).parents[4] / "learner" / "reporting" / "page"
 
 
@@ -58,65 +64,97 @@ def step(version: int, **metrics: float) -> StepRow:
     return StepRow(time=0.0, policy_version=version, metrics=dict(metrics))
 
 
-def state_of(page: LivePage) -> dict[str, Any]:
-    return json.loads(page.routes(report, lambda: 0.0)["/state.json"]().content)
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def sample(completion: str) -> SampleRow:
-    return SampleRow(
-        time=0.0,
-        policy_version=1,
-        lease_id=1,
-        prompt_id=1,
-        policy_lag=0,
-        reward=1.0,
-        above_mean=0.5,
-        finish_reason="stop",
-        num_tokens=3,
-        prompt="p",
-        completion=completion,
-    )
+def printing(program: str) -> tuple[str, ...]:
+    """Return the command of a Python program."""
+    return (sys.executable, "-c", program)
 
 
-def test_state_has_curves_samples_and_events_the_newest_first() -> None:
-    page = LivePage("a run")
-    for version in (1, 2):
-        page.add(step(version, **{"reward/mean": version / 10, "lag/mean": 1.0}))
-    page.add(EvalRow(time=0.0, policy_version=2, reward=0.75, length=4.0, num_completions=8, num_failed=0))
-    for number in range(NUM_SAMPLES + 2):
-        page.add(sample(f"completion {number}"))
-    page.add(EventRow(time=0.0, event="health", detail="first"))
-    page.add(EventRow(time=0.0, event="health", detail="second"))
-    state = state_of(page)
-    assert state["name"] == "a run"
-    assert state["curves"]["reward/mean"] == {"xs": [1, 2], "ys": [0.1, 0.2]}
-    assert state["curves"][HELD_OUT] == {"xs": [2], "ys": [0.75]}
-    assert [one["completion"] for one in state["samples"]][:2] == [f"completion {NUM_SAMPLES + 1}", f"completion {NUM_SAMPLES}"]
-    assert len(state["samples"]) == NUM_SAMPLES
-    assert [one["detail"] for one in state["events"]] == ["second", "first"]
+@contextmanager
+def live_report(program: str, clock: Clock) -> Iterator[LiveReport]:
+    made = LiveReport(printing(program), clock=clock)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_until_idle(report: LiveReport) -> None:
+    deadline = time.monotonic() + 20
+    while report._process is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert report._process is None
+
+
+def test_state_is_the_status_with_the_number_of_the_newest_report() -> None:
+    page = LivePage("a run", NO_REPORT)
+    state = json.loads(page.routes(report, lambda: 0.0)["/state.json"]().content)
+    assert (state["name"], state["report"]) == ("a run", 0)
     assert state["status"]["ledger"] == {"leased": 9, "trained": 8, "dropped/stale": 1}
+    assert set(state) == {"name", "status", "report"}, "the curves are in the report"
+    page.close()
 
 
-def test_state_of_a_long_run_stays_small() -> None:
-    page = LivePage("long")
-    for version in range(10_000):
-        page.add(step(version, **dict.fromkeys(CURVES, 1 / 3)))
-    content = page.routes(report, lambda: 0.0)["/state.json"]().content
-    assert len(json.loads(content)["curves"]["reward/mean"]["xs"]) <= MOST_POINTS
-    assert len(content) < 60 * MOST_POINTS * len(CURVES)
+def test_report_is_made_only_when_it_is_asked_for_and_due(tmp_path: Path) -> None:
+    clock, count = Clock(), tmp_path / "count"
+    program = f"open({str(count)!r}, 'a').write('x'); print(len(open({str(count)!r}).read()), end='')"
+    with live_report(program, clock) as made:
+        assert made.newest().status == 404 and not count.exists(), "nobody has asked"
+        for number, wait_s in ((1, REPORT_PAUSE_S - 1), (1, 2.0), (2, 2.0)):
+            made.number()
+            wait_until_idle(made)
+            assert (made.newest().content, count.read_text()) == (str(number).encode(), "x" * number)
+            clock.now += wait_s
+        assert made.number() == 2
 
 
-def test_rows_of_former_processes_are_shown(tmp_path: Path) -> None:
-    lines = ['{"kind":"step","time":0,"policy_version":1,"lag/counts":{},"reward/mean":0.5}', "{torn"]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    page = LivePage("resumed")
-    page.add_former(tmp_path)
-    page.add_former(tmp_path / "a folder without rows")
-    assert state_of(page)["curves"]["reward/mean"] == {"xs": [1], "ys": [0.5]}
+def test_report_that_takes_long_is_made_less_often(tmp_path: Path) -> None:
+    clock, go = Clock(), tmp_path / "go"
+    with live_report(f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)", clock) as made:
+        made.number()
+        clock.now += 30
+        go.touch()
+        wait_until_idle(made)
+        # It took 30 s: a tenth of a processor is 270 s of rest.
+        clock.now += 269
+        assert made.number() == 1 and made._process is None
+        clock.now += 2
+        made.number()
+        wait_until_idle(made)
+        assert made.number() == 2
+
+
+def test_report_that_fails_keeps_the_former_and_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, bad = Clock(), tmp_path / "bad"
+    program = f"import pathlib, sys; sys.exit('x\x1bno rows') if pathlib.Path({str(bad)!r}).exists() else print('good')"
+    with live_report(program, clock) as made:
+        made.number()
+        wait_until_idle(made)
+        bad.touch()
+        clock.now += REPORT_PAUSE_S + 1
+        assert made.number() == 1
+        wait_until_idle(made)
+        assert (made.number(), made.newest().content) == (1, b"good\n")
+        assert caplog.messages == ["the live page has no new report: x\\x1bno rows"]
+
+
+def test_report_that_is_being_made_when_the_run_ends_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with live_report("import time; time.sleep(600)", Clock()) as made:
+        made.number()
+    wait_until_idle(made)
+    assert made.number() == 0 and caplog.messages == []
 
 
 def test_probes_tell_a_hub_that_hangs_and_weights_that_are_not_there() -> None:
-    page = LivePage("probed")
+    page = LivePage("probed", NO_REPORT)
     assert page.routes(report, lambda: TURNED_WITHIN_S)["/healthz"]().status == 200
     assert page.routes(report, lambda: TURNED_WITHIN_S + 1)["/healthz"]().status == 503
     assert page.routes(report, lambda: 0.0)["/readyz"]().status == 200
@@ -149,28 +187,33 @@ def test_before_the_first_step_there_are_the_numbers_of_the_status() -> None:
     assert names.isdisjoint(one.exported.name for one in FROM_STEP)
 
 
-def test_every_curve_and_number_is_a_metric_of_steps() -> None:
-    assert all(step_metric(name) for name in (*CURVES, *(one.metric for one in FROM_STEP)))
+def test_every_number_is_a_metric_of_steps() -> None:
+    assert all(step_metric(one.metric) for one in FROM_STEP)
     names = [one.name for one in EXPORTED]
     assert len(set(names)) == len(names)
 
 
 def test_page_finds_everything_that_it_loads() -> None:
-    routes = LivePage("whole").routes(report, lambda: 0.0)
+    routes = LivePage("whole", NO_REPORT).routes(report, lambda: 0.0)
     loaded = re.findall(r'(?:src|href)="([^"]+)"', (ASSETS / "live.html").read_text())
-    assert len(loaded) == 4
+    assert len(loaded) == 5
     assert all(routes[f"/{name}"]().content for name in loaded)
 
 
-def test_script_draws_the_curves_that_the_server_sends_and_nothing_comes_from_elsewhere() -> None:
-    script = (ASSETS / "live.js").read_text()
-    drawn = set(re.findall(r'\["([a-z_]+/[a-z_]+)"', script))
-    assert drawn == {*CURVES, HELD_OUT}
-    files = (ASSETS / "live.html", ASSETS / "live.css", ASSETS.parents[2] / "common" / "pages" / "page.css")
-    assets = script + "".join(file.read_text() for file in files)
+def test_newest_step_is_told_to_monitors() -> None:
+    page = LivePage("told", NO_REPORT)
+    page.add(step(1, **{"reward/mean": 0.25}))
+    page.add(step(2, **{"reward/mean": 0.5}))
+    assert b"offbeat_reward_mean 0.5" in page.routes(report, lambda: 0.0)["/metrics"]().content
+
+
+def test_nothing_comes_from_elsewhere_and_texts_of_the_state_are_no_markup() -> None:
+    pages = ASSETS.parents[2] / "common" / "pages"
+    script = (ASSETS / "live.js").read_text() + (pages / "figures.js").read_text()
+    assets = script + "".join(file.read_text() for file in (ASSETS / "live.html", ASSETS / "live.css", pages / "page.css"))
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", assets)
-    # Texts from outside could be markup.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
+    assert script.count("parseFromString") == 1, "the report alone, whose templates escape every text"
 
 
 def test_a_resumed_run_is_found_at_the_same_address(tmp_path: Path) -> None:
