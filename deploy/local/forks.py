@@ -182,13 +182,13 @@ class ForkedProcess:
             self._status = os.waitstatus_to_exitcode(status) if ended else None
         return self._status
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         if self.status() is not None:
             return
         if self._fresh is not None:
-            self._fresh.ask_to_stop()
+            self._fresh.ask_to_stop(number)
         elif self._pid is not None:
-            os.kill(self._pid, signal.SIGTERM)
+            os.kill(self._pid, number)
         else:
             self._renounce()
 

@@ -124,11 +124,11 @@ class Service:
         """True while the service works or will be started again."""
         return self.restart_at is not None or self.status is None
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to the first process, which ends the others."""
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal to the first process, which ends the others."""
         self.restart_at = None
         for process in self._processes[:1]:
-            process.ask_to_stop()
+            process.ask_to_stop(number)
 
     def kill(self) -> None:
         """Kill every process and its children, also the children of a process that is dead already."""
@@ -269,7 +269,9 @@ class Launcher:
                 actor.ask_to_stop()
             return 0
         logger.info("%s: asking the learner to stop", self._stop.reason)
-        self._learner.ask_to_stop()
+        # The learner records its signal as the reason of its end. Only SIGTERM pauses a run that has `run.grace_s`.
+        is_interrupt = self._stop.reason == "SIGINT" and self._config.run.grace_s is None
+        self._learner.ask_to_stop(signal.SIGINT if is_interrupt else signal.SIGTERM)
         while (status := self._learner.status) is None:
             time.sleep(LOOK_S)
         return status

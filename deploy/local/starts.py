@@ -1,6 +1,7 @@
 """The start of a service's process: its command line, environment and output, and a new interpreter that takes them."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,8 @@ class Process(Protocol):
         """Return the exit status as `subprocess` gives it, None before the end."""
         ...
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM."""
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal that services take as a request to end."""
         ...
 
     def kill(self) -> None:
@@ -75,8 +76,8 @@ class FreshProcess:
     def status(self) -> int | None:
         return self._process.poll()
 
-    def ask_to_stop(self) -> None:
-        self._process.terminate()
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         processes.kill_group(self._process.pid)

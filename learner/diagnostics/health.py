@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from offbeat.common.records.rows import EventRow, StepRow
+from offbeat.common.records.rows import EvalRow, EventRow, StepRow
 
 HISTORY = 200
 """Newest steps that the rules look at."""
@@ -21,6 +21,8 @@ EXPLODED_STEPS = 3
 LARGEST_LOG_RATIO = 1.0
 GRADIENT_FACTOR, GRADIENT_STEPS = 100.0, 50
 REWARD_STEPS, REWARD_ERRORS = 20, 4.0
+SOLVED_SHARE = 0.99
+"""Share of the held-out prompts from which on the task counts as solved."""
 IDLE_STEPS, IDLE_SHARE = 20, 0.9
 STARVED_SHARE = 0.3
 LEAST_STEP_S = 1e-3
@@ -37,6 +39,8 @@ class HealthRule(NamedTuple):
     hint: str
     reason: Callable[[Sequence[StepRow]], str | None]
     """Returns the trouble in words, None while there is none, from the newest steps, at most `HISTORY`, oldest first."""
+    is_of_solved_tasks: bool = False
+    """True where the condition is no trouble once the policy solves the task."""
 
 
 class Health:
@@ -46,6 +50,11 @@ class Health:
         self._steps: deque[StepRow] = deque(maxlen=HISTORY)
         self._quiet: dict[str, int] = {}
         """Steps since the condition last held, for each rule that was reported."""
+        self._solved_share = 0.0
+
+    def note_evaluation(self, evaluation: EvalRow) -> None:
+        """Take the newest evaluation: some rules have another hint where the task is solved."""
+        self._solved_share = evaluation.pass_at.get("1", evaluation.reward or 0.0)
 
     def take(self, step: StepRow) -> list[EventRow]:
         """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
@@ -56,7 +65,7 @@ class Health:
             reason = rule.reason(steps)
             if reason is not None:
                 if rule.name not in self._quiet:
-                    events.append(_event("health", rule, f"{reason}. {rule.hint}", step))
+                    events.append(_event("health", rule, f"{reason}. {self._hint(rule)}", step))
                 self._quiet[rule.name] = 0
             elif rule.name in self._quiet:
                 self._quiet[rule.name] += 1
@@ -64,6 +73,11 @@ class Health:
                     del self._quiet[rule.name]
                     events.append(_event("health_cleared", rule, f"not for {CLEAR_STEPS} steps", step))
         return events
+
+    def _hint(self, rule: HealthRule) -> str:
+        if rule.is_of_solved_tasks and self._solved_share >= SOLVED_SHARE:
+            return f"The task may be solved (held-out {self._solved_share:.3f}). If not, use harder prompts."
+        return rule.hint
 
 
 def troubles(events: Iterable[EventRow]) -> dict[str, str]:
@@ -109,7 +123,9 @@ def groups_alike(steps: Sequence[StepRow]) -> str | None:
     num_groups = sum(_num_groups(step) for step in last)
     share = sum(_num_alike(step) or 0 for step in last) / num_groups if num_groups else 0.0
     if ALIKE_SHARE <= share < 1:
-        return f"Little signal: in {share:.0%} of the groups of the last {ALIKE_STEPS} steps all rewards are equal"
+        rewards = _numbers(last, "reward/mean")
+        mean = f" (mean reward {statistics.fmean(rewards):.3f})" if rewards else ""
+        return f"Little signal: in {share:.0%} of the groups of the last {ALIKE_STEPS} steps all rewards are equal{mean}"
     return None
 
 
@@ -227,6 +243,7 @@ RULES = (
         "rollout.group_size or temperature. If you have changed the learning rate, the policy may be ruined: resume an earlier "
         "checkpoint.",
         no_signal,
+        is_of_solved_tasks=True,
     ),
     HealthRule(
         "groups_alike",
@@ -234,6 +251,7 @@ RULES = (
         "The task may be solved: look at the held-out reward. If it is not, use harder or easier prompts, or "
         'loss.zero_variance = "drop".',
         groups_alike,
+        is_of_solved_tasks=True,
     ),
     HealthRule(
         "all_cut",

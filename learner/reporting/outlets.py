@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import log_to_file
-from offbeat.common.records.rows import EventRow, Recorder, Row, StepRow
+from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row, StepRow
 from offbeat.common.records.run_folder import PROGRAM_LOGS
 from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
 from offbeat.common.records.writer import MetricsWriter
@@ -99,6 +99,8 @@ class HealthWatch:
                 case StepRow():
                     self._steps.append(row)
                     events = self._health.take(row)
+                case EvalRow():
+                    self._health.note_evaluation(row)
                 case EventRow():
                     update_troubles(self._troubles, row)
                 case _:

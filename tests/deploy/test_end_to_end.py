@@ -134,7 +134,7 @@ def test_stopped_run_of_an_adapter_resumes_where_it_was(services: Services, tmp_
     train.send_signal(signal.SIGINT)
     assert services.wait(train, "train") == 130, services.output("train")
     reached = services.rows("run", "final")[-1]
-    assert reached["outcome"] == "stopped"
+    assert (reached["outcome"], reached["detail"]) == ("stopped", "SIGINT"), "the signal that the user sent"
     assert reached["policy_version"] < 40
     resumed = services.start("train", config, "run.resume=true", log="resumed")
     assert services.wait(resumed, "resumed") == 0, services.output("resumed")

@@ -33,7 +33,7 @@ class ListedProcess:
     def status(self) -> int | None:
         return self.ended_with
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.is_asked = True
 
     def kill(self) -> None:
@@ -141,8 +141,8 @@ class WarmStart:
     def status(self) -> int | None:
         return self._process.poll()
 
-    def ask_to_stop(self) -> None:
-        self._process.terminate()
+    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         processes.kill_group(self._process.pid)

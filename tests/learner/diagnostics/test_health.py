@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.records.rows import EventRow, StepRow
+from offbeat.common.records.rows import EvalRow, EventRow, StepRow
 from offbeat.learner.diagnostics.health import CLEAR_STEPS, HISTORY, RULES, Health, troubles
 
 WELL: dict[str, Any] = {
@@ -29,6 +29,10 @@ WELL: dict[str, Any] = {
     "time/held_back_s": 0.5,
 }
 """The metrics of a step of four groups of eight completions, in which all is well."""
+
+
+def evaluation(reward: float, pass_at: dict[str, float]) -> EvalRow:
+    return EvalRow(policy_version=1, reward=reward, length=4.0, num_completions=8, num_failed=0, pass_at=pass_at)
 
 
 class Run:
@@ -101,6 +105,23 @@ def test_most_groups_alike_is_little_signal_and_all_of_them_none() -> None:
     # Of the last 20 steps' 80 groups, 3 times 2 are not alike: 92.5%.
     assert run.told() == [("groups_alike", "health", 20)]
     assert "92%" in run.events[0].detail
+
+
+@pytest.mark.parametrize(("pass_at", "reward"), [({}, 1.0), ({"1": 1.0, "8": 1.0}, 7.5)])
+def test_equal_rewards_of_a_solved_task_are_called_perhaps_solved(pass_at: dict[str, float], reward: float) -> None:
+    run = Run()
+    run.health.note_evaluation(evaluation(0.5, {}))
+    run.health.note_evaluation(evaluation(reward, pass_at))
+    run.step(20, reward__zero_variance_groups=4, reward__mean=1.0, reward__std=0.0)
+    assert [rule for rule, _, _ in run.told()] == ["no_signal"]
+    assert run.events[0].detail.endswith(" The task may be solved (held-out 1.000). If not, use harder prompts.")
+
+
+def test_equal_rewards_of_a_task_that_is_not_solved_are_trouble() -> None:
+    run = Run()
+    run.health.note_evaluation(evaluation(1.0, {"1": 0.5}))
+    run.step(20, reward__zero_variance_groups=4)
+    assert "solved" not in run.events[0].detail
 
 
 def test_groups_of_one_completion_are_not_called_alike() -> None:
