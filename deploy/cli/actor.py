@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LEAVES = "the actor leaves before it has joined"
 
 Join = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="The learner's tcp://HOST:PORT: settings and model come from there.")
+    str, typer.Option(metavar="ADDRESS", help="The learner's tcp://HOST:PORT. The actor gets settings and model from it.")
 ]
 Key = Annotated[str, typer.Option(metavar="FILE", help="With --join: this actor's secret key.")]
 LearnerKey = Annotated[str, typer.Option(metavar="FILE", help="With --join: the learner's public key.")]
@@ -30,7 +30,7 @@ LearnerKey = Annotated[str, typer.Option(metavar="FILE", help="With --join: the 
 def command(
     arguments: Arguments = None, preflight: Preflight = True, join: Join = "", key: Key = "", learner_key: LearnerKey = ""
 ) -> None:
-    """Run one actor; it may be started and stopped at any time while the learner runs."""
+    """Run one actor. You may start and stop actors at any time while the learner runs."""
     configure_logs("actor")
     say_start("actor")
     stop = StopRequest().install()

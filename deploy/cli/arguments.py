@@ -23,13 +23,11 @@ QUICKSTART = Path(__file__).parent.parent / "local" / "quickstart" / "quickstart
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that replace its own."),
+    typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that override it."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
-Preflight = Annotated[bool, typer.Option(help="Look at files, ports and functions before anything heavy starts.")]
-ShardText = Annotated[
-    str, typer.Option("--shard", metavar="I/N", help="Do the I-th of N parts only, counted from 0: for job arrays.")
-]
+Preflight = Annotated[bool, typer.Option(help="Check files, ports and functions before anything heavy starts.")]
+ShardText = Annotated[str, typer.Option("--shard", metavar="I/N", help="Run only part I of N, counted from 0, for job arrays.")]
 Operator = Annotated[str, typer.Option(help="Name of the operator whose key to use, if the run has keys.")]
 
 Item = TypeVar("Item")

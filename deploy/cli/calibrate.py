@@ -20,11 +20,11 @@ def command(
     groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for the result. [default: runs/calibrate-TIME]")] = None,
     reuse: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Sample nothing: score what this run sampled under its initial weights.")
+        Path | None, typer.Option(metavar="RUN", help="Do not sample: score what this run sampled with its initial weights.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
 ) -> None:
-    """Measure the noise between this config's engine and learner at lag 0, and recommend a clip band above it."""
+    """Measure how much engine and learner log-probs differ at lag 0, and recommend a clip range above that noise."""
     configure_logs("calibrate")
     prepare_environment()
     config = expand(load_config(arguments, default=QUICKSTART))

@@ -17,10 +17,10 @@ from offbeat.deploy.local.quickstart.prepared import expand, is_made
 def command(
     arguments: Arguments = None,
     show_explanation: Annotated[
-        bool, typer.Option("--explain", help="Describe the settings that are named instead, or every setting.")
+        bool, typer.Option("--explain", help="Instead describe the named settings, or every setting.")
     ] = False,
 ) -> None:
-    """Validate a config without starting anything, and print it resolved."""
+    """Check a config for mistakes without starting anything, and print the resolved settings."""
     if show_explanation:
         explain.command(arguments)
         return

@@ -12,5 +12,5 @@ def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("comparison.html"),
 ) -> None:
-    """Write one self-contained page about several runs: curves over each other, and the settings that differ."""
+    """Write one self-contained page that compares runs: their curves in one plot, and the settings that differ."""
     typer.echo(write_comparison(runs, out))

@@ -18,16 +18,16 @@ from offbeat.deploy.clusters.slurm import write_scripts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; earlier ones are replaced, keys are kept.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files. Existing files are replaced, except keys.")]
 
-Image = Annotated[str, typer.Option(metavar="NAME", help="Image of containers with offbeat, your code and data.")]
+Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with offbeat, your code and data.")]
 PodWords = list[str] | None
 WORDS_OF_POD = "RESOURCE=QUANTITY|FILE"
 
 
 @app.callback()
 def command() -> None:
-    """Write plain files, from the run's one TOML file, with which a cluster runs learner and actors."""
+    """Write the files with which a cluster runs learner and actors, from the run's TOML file."""
     configure_logs("deploy")
 
 
@@ -44,7 +44,7 @@ def slurm(
         typer.Option("--actor", metavar="OPTIONS", help='Options of sbatch for each actor, such as "--partition=spot".'),
     ] = None,
 ) -> None:
-    """Write `learner.sbatch`, `actors.sbatch` and the keys of a run on Slurm. Start it from a folder that all nodes see."""
+    """Write `learner.sbatch`, `actors.sbatch` and the keys of a run on Slurm. Run this in a folder that all nodes can see."""
     config = read_config(arguments)
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
@@ -57,7 +57,7 @@ def kubernetes(
     out: Out,
     image: Image,
     arguments: Arguments = None,
-    namespace: Annotated[str, typer.Option(help="Namespace of the run, one for each.")] = "offbeat",
+    namespace: Annotated[str, typer.Option(help="Namespace of the run. Each run needs its own.")] = "offbeat",
     learner: Annotated[
         PodWords,
         typer.Option(
@@ -69,16 +69,16 @@ def kubernetes(
     secret: Annotated[str, typer.Option(help="Secret whose entries become environment variables, such as HF_TOKEN.")] = "",
     storage: Annotated[str, typer.Option(help="Size of the learner's volume.")] = "100Gi",
     storage_class: Annotated[str, typer.Option(help="Storage class of the volume. [default: the cluster's]")] = "",
-    monitoring: Annotated[str, typer.Option(metavar="NAMESPACE", help="Namespace whose pods may read the run's numbers.")] = "",
+    monitoring: Annotated[str, typer.Option(metavar="NAMESPACE", help="Namespace whose pods may read the run's metrics.")] = "",
     scaled_by: Annotated[
         str,
         typer.Option(
             metavar="reconcile|keda:URL",
-            help="Start and end actors as the run wants: by offbeat, or by KEDA, which asks the Prometheus at URL.",
+            help="Scale the actors to the number that the run wants, by offbeat or by KEDA with the Prometheus at URL.",
         ),
     ] = "",
 ) -> None:
-    """Write the manifests of a run on Kubernetes: learner, actors, keys, probes, and rules of the network."""
+    """Write the manifests of a run on Kubernetes: learner, actors, keys, probes, and network policies."""
     scaler, _, prometheus = scaled_by.partition(":")
     if (scaler, bool(prometheus)) not in (("", False), ("reconcile", False), ("keda", True)):
         cure = "Write --scaled-by reconcile, or --scaled-by keda:URL with the address of Prometheus."
@@ -100,7 +100,7 @@ def kubernetes(
 
 @app.command()
 def compose(out: Out, image: Image, arguments: Arguments = None) -> None:
-    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of the section launch."""
+    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of [launch]."""
     path, overrides = _named_file(arguments)
     typer.echo(write_compose(path, overrides, out, image))
 

@@ -12,5 +12,5 @@ def command(
     run: RunFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show the effect of staleness on a run: the drift at each policy lag, and any bias of the groups trained on."""
+    """Show how staleness affected a run: the drift at each policy lag, and any bias in the groups trained on."""
     print_drift(run, as_json=as_json)

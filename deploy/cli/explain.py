@@ -11,8 +11,8 @@ from offbeat.lab.terminal import page
 def command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SETTING]...", help="Settings, by their own name or as section.key, and sections."),
+        typer.Argument(metavar="[SETTING]...", help="Names of settings, as key or section.key, or of sections."),
     ] = None,
 ) -> None:
-    """Describe settings: the values each takes, its default and its meaning. Without a name: every setting."""
+    """Describe settings: allowed values, default and meaning. Without a name, describe every setting."""
     page("\n\n".join(explain(name) for name in names or [None]))

@@ -14,14 +14,14 @@ from offbeat.lab.export import export
 def command(
     run: RunFolder,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Optimizer step of the checkpoint; default: the newest whole one.")
+        int | None, typer.Option(metavar="N", help="Optimizer step of the checkpoint. [default: the newest complete one]")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to make; default: RUN/model-step-N, or RUN/adapter-step-N.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to create. [default: RUN/model-step-N, or RUN/adapter-step-N]")
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, in the layout of peft.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in peft's layout.")] = False,
 ) -> None:
-    """Write the model of a run's checkpoint as transformers and vLLM load it; the run may be going on."""
+    """Save the model of a checkpoint for transformers and vLLM. The run may still be going."""
     configure_logs("export")
     prepare_environment()
     typer.echo(export(run, step=step, out=out, only_adapter=adapter))

@@ -9,12 +9,14 @@ from offbeat.deploy.local.keygen import instructions, make_keys
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the key files.")],
     actors: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ACTOR]...", help="Names of actors; a name that ends in * is for a fleet that shares a key."),
+        typer.Argument(metavar="[ACTOR]...", help="Names of actors. A name that ends in * is for a fleet that shares one key."),
     ] = None,
-    operators: Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="Name of another operator.")] = None,
+    operators: Annotated[
+        list[str] | None, typer.Option("--operator", metavar="NAME", help="Name of an additional operator.")
+    ] = None,
 ) -> None:
-    """Make the keys by which learner and actors recognize each other: needed beyond one machine."""
+    """Generate the keys that learner and actors use to recognize each other, needed for more than one machine."""
     typer.echo(instructions(folder, make_keys(folder, actors or [], operators or [])))

@@ -29,7 +29,7 @@ REPORT_COMMAND = (sys.executable, "-m", "offbeat.lab.report.run_report")
 
 
 def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
-    """Run the learner alone; actors find it at `hub.address`, in any starting order. It writes the report at its end."""
+    """Run the learner alone. Start actors before or after it; they find it at `hub.address`. Writes the report at the end."""
     configure_logs("learner")
     say_start("learner")
     config = settle_resume(expand(load_config(arguments)))

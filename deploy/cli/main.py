@@ -65,8 +65,8 @@ def make_app() -> typer.Typer:
         cls=LazyCommands,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        help="Asynchronous, off-policy reinforcement learning for language models.",
-        epilog="Every setting: offbeat explain",
+        help="Train language models with asynchronous reinforcement learning.",
+        epilog="To describe every setting, run: offbeat explain",
     )
     app.callback()(_options)
     for name in COMMANDS:

@@ -40,9 +40,9 @@ def command(
     ],
     operator: Operator = "operator",
 ) -> None:
-    """Keep as many actors in a pool as a run wants, until the run's end: `offbeat scale` and scale.auto change the number.
+    """Keep as many actors running on a cluster as the run wants. `offbeat scale` and scale.auto change the number.
 
-    One such process runs beside the learner. `offbeat train` needs none: it does the same for the actors on its machine.
+    Run one such process beside the learner, until the run ends. `offbeat train` does the same for actors on its machine.
     """
     configure_logs("reconcile")
     kind, _, place = on.partition(":")

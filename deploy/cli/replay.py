@@ -15,13 +15,13 @@ def command(
     policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Values of staleness.staleness_policy.")] = "",
     selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Values of staleness.selection.")] = "",
     loss: Annotated[
-        str, typer.Option(metavar="gspo,sapo,...", help="Objectives whose gradients to compare at the run's checkpoints.")
+        str, typer.Option(metavar="gspo,sapo,...", help="Compare the gradients of these objectives at the run's checkpoints.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Feed a run's rollout log through other bounds, orders and objectives, and say what that cannot tell.
+    """Replay a run's rollout log with other staleness bounds, orders or objectives, and say what that cannot tell.
 
-    Exit status 1 when a replay under the recorded settings differs from the record.
+    Exit status 1 if a replay with the recorded settings differs from the recording.
     """
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)

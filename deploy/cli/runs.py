@@ -16,7 +16,7 @@ def command(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Folders that hold runs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
 ) -> None:
-    """List the runs in runs/, or in other folders: state, steps, reward, duration and health, the newest last."""
+    """List the runs in runs/ or in other folders, the newest last: state, steps, reward, duration and health."""
     folders = folders or [Path("runs")]
     runs = list_runs(folders, time.time())
     if as_json:

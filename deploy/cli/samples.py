@@ -15,17 +15,17 @@ def command(
     run: RunFolder,
     worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Groups with the highest reward first.")] = False,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only groups of this optimizer step, from 1.")] = None,
-    prompt: Annotated[int | None, typer.Option(metavar="ID", help="Only groups of this prompt, as rows number it.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only groups of this optimizer step, counted from 1.")] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="ID", help="Only groups of the prompt with this id.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Groups to show.")] = 4,
-    completions: Annotated[int, typer.Option(min=1, help="Completions to show of each group.")] = 4,
+    completions: Annotated[int, typer.Option(min=1, help="Completions to show per group.")] = 4,
     evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="Completions of held-out prompts instead; --step is the version evaluated.")
+        bool, typer.Option("--evaluation", help="Show completions of held-out prompts; --step is the evaluated version.")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Print long texts whole.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the groups as JSON, texts whole.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the groups as JSON, with full texts.")] = False,
 ) -> None:
-    """Show prompts and completions that a run was trained on, or evaluated with, the newest first; the run may be going on."""
+    """Show prompts and completions that a run trained on or evaluated, the newest first. The run may still be going."""
     if worst and best:
         raise SettingError("--worst", "", "it contradicts --best", "Give one of them.")
     request = SamplesRequest("worst" if worst else "best" if best else "newest", step, prompt, groups, completions)

@@ -17,7 +17,7 @@ def command(
 ) -> None:
     """Change how many actors a run has: short for `offbeat set RUN scale.actors=N`.
 
-    The launcher of `offbeat train`, or `offbeat reconcile` beside a learner elsewhere, starts actors or lets the newest leave.
+    `offbeat train` or `offbeat reconcile` then starts actors, or asks the newest to leave.
     """
     config = read_config_of_run([run])
     is_changed = tune(open_link_to(config.hub, operator), config.hub.address, {"scale.actors": str(actors)})

@@ -12,16 +12,14 @@ from offbeat.deploy.operating.set import refuse_large_changes, requested, tune
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or its TOML file.")],
-    settings: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, by their own name or as section.key.")
-    ],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask about values that change by a factor of 10 or more.")] = False,
+    settings: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, as key or section.key.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation if a value changes by 10x or more.")] = False,
     operator: Operator = "operator",
 ) -> None:
-    """Change settings of a running job, all of them or none: staleness.*, group concurrency, clip band, learning rate, canary.
+    """Change settings of a running job: staleness.*, group concurrency, clip range, learning rate, canary.
 
-    The changes are recorded with your name and survive a restart. Exit status 2 when the learner refuses. A value that differs
-    from the one in force by a factor of 10 or more is asked back about; without a terminal it needs --yes.
+    All of the changes take effect, or none. They are recorded with your name and survive a restart. Exit status 2 if the
+    learner refuses. If a value changes by 10x or more, the command asks for confirmation; without a terminal it needs --yes.
     """
     wanted = requested(settings)
     config = read_config_of_run([run])

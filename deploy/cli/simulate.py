@@ -21,11 +21,13 @@ from offbeat.lab.simulation.predict import (
 
 def command(
     arguments: Arguments = None,
-    actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors; else launch.num_actors.")] = "",
-    staleness: Annotated[str, typer.Option(metavar="N,N,...", help="Bounds; else staleness.max_staleness.")] = "",
+    actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors. [default: launch.num_actors]")] = "",
+    staleness: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Staleness bounds. [default: staleness.max_staleness]")
+    ] = "",
     fitted: Annotated[
         list[Path] | None,
-        typer.Option("--fit", metavar="RUN", help="Take the times from this run; two different ones tell more."),
+        typer.Option("--fit", metavar="RUN", help="Take durations from this run. Two runs that differ give a better fit."),
     ] = None,
     completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
     sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
@@ -34,21 +36,21 @@ def command(
     cores: Annotated[
         int | None,
         typer.Option(
-            help="CPU cores that all services share; 0: each has its own. Default: this machine's, if --fit's run was on CPUs."
+            help="CPU cores that all services share; 0: each has its own. [default: this machine's, if --fit's run used CPUs]"
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Simulated time; it ends earlier when train.num_steps are done.")] = 60.0,
+    minutes: Annotated[float, typer.Option(help="Minutes to simulate. Ends earlier if train.num_steps are done.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     scale: Annotated[
         Literal["none", "auto"],
-        typer.Option(help="auto: scale.auto moves the number of actors, from the first of --actors."),
+        typer.Option(help="auto: scale.auto changes the number of actors, starting from the first of --actors."),
     ] = "none",
     start_s: Annotated[float, typer.Option(help="For --scale auto: seconds that an actor takes to start.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict throughput, idle time and staleness for numbers of actors and bounds, without computing anything.
+    """Predict throughput, idle time and staleness for other bounds and numbers of actors, without training.
 
-    The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
+    Runs the learner's own scheduler under a simulated clock. Without CONFIG, uses that of the first run of --fit.
     """
     runs = list(fitted or [])
     config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)

@@ -16,13 +16,13 @@ def command(
         list[str] | None,
         typer.Argument(metavar="RUN [SECTION.KEY=VALUE]...", help="A run's folder or its TOML file, and settings."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until Ctrl-C or the run's end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every second, until Ctrl-C or the end of the run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
     operator: Operator = "operator",
 ) -> None:
-    """Show a run's state: reward, lag, health, members, ledger, what it waits for, or how it has ended.
+    """Show the state of a run: reward, lag, health, actors, ledger, and what it waits for or how it ended.
 
-    A running learner answers, during a step too; the end of a run is read from its folder.
+    A running learner answers at any time, even during a step. The end of a run is read from its folder.
     """
     config = read_config_of_run(arguments)
     given = Path(arguments[0]) if arguments else None

@@ -31,23 +31,19 @@ from offbeat.lab.study.probe_rows import PROBE_FILE, ProbeRow
 
 
 def command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder of the rows; a study that is there is continued.")
-    ],
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks; else reversal, reversal_moe, progression.")] = "",
-    chosen: Annotated[str, typer.Option("--methods", metavar="NAME,...", help="Methods; else all.")] = "",
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the rows. An existing study is continued.")],
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks. [default: reversal, reversal_moe, progression]")] = "",
+    chosen: Annotated[str, typer.Option("--methods", metavar="NAME,...", help="Methods. [default: all]")] = "",
     lags: Annotated[str, typer.Option(metavar="N,N,...", help="Lags in optimizer steps.")] = ",".join(map(str, LAGS)),
     noise: Annotated[str, typer.Option(metavar="X,X,...", help="Noise on the sampler's logits, in nats.")] = "0",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each combination.")] = NUM_SEEDS,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per combination.")] = NUM_SEEDS,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 1,
     shard: ShardText = "",
-    plan: Annotated[
-        bool, typer.Option(help="Run nothing; print the runs left and, by the rows there, their CPU hours.")
-    ] = False,
-    probe: Annotated[bool, typer.Option(help="Measure bias and variance of the methods' gradients instead.")] = False,
-    page: Annotated[Path | None, typer.Option(help="Run nothing; write the results into this page.")] = None,
+    plan: Annotated[bool, typer.Option(help="Run nothing. Print the remaining runs and their estimated CPU hours.")] = False,
+    probe: Annotated[bool, typer.Option(help="Instead measure bias and variance of the methods' gradients.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Run nothing. Write the results into this page.")] = None,
 ) -> None:
-    """Train tiny models by every method at every lag, without services, and compare the methods in pairs of one seed.
+    """Train tiny models with every method at exact lags, without services, and compare the methods seed by seed.
 
     Each run is one process: the learner's trainer on completions of the weights of exactly so many steps before. Every
     finished run is a row of FOLDER/rows.jsonl, and the same command continues an unfinished study. docs/study.md has the

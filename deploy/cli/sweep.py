@@ -31,29 +31,29 @@ def command(
     arguments: Arguments = None,
     varied: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try; repeat it for the product of several settings."),
+        typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try. Repeat the option to try all combinations."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each value, with run.seed counting up.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per value, with run.seed counting up.")] = 3,
     out: Annotated[
-        Path | None, typer.Option(help="The sweep's folder; an existing sweep is continued. [default: runs/sweep-TIME]")
+        Path | None, typer.Option(help="Folder of the sweep. An existing sweep is continued. [default: runs/sweep-TIME]")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on its part of the GPUs, or of the cores.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on its share of the GPUs or cores.")] = 1,
     shard: ShardText = "",
     stop_hopeless: Annotated[
-        bool, typer.Option("--stop-hopeless", help="Stop runs that are worse than the model was before the first step.")
+        bool, typer.Option("--stop-hopeless", help="Stop runs that become worse than the initial model.")
     ] = False,
-    difference: Annotated[float, typer.Option(min=0, help="The loss of final reward that does not matter.")] = 0.02,
+    difference: Annotated[float, typer.Option(min=0, help="Loss of final reward that you accept.")] = 0.02,
     baseline: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Compare with this value, other settings alike. [default: the reference]"),
+        typer.Option(metavar="KEY=VALUE", help="Compare with this value at otherwise equal settings. [default: the reference]"),
     ] = None,
-    as_commands: Annotated[bool, typer.Option("--print", help="Run nothing; print the command of each run.")] = False,
-    as_job: Annotated[bool, typer.Option("--slurm", help="Run nothing; print a job array for sbatch.")] = False,
-    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; write the report of --out.")] = False,
+    as_commands: Annotated[bool, typer.Option("--print", help="Run nothing. Print the command of each run.")] = False,
+    as_job: Annotated[bool, typer.Option("--slurm", help="Run nothing. Print a job array for sbatch.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing. Write the report of --out.")] = False,
 ) -> None:
-    """Run the quick start, or CONFIG, at several settings and seeds; one report compares them.
+    """Run the quick start, or CONFIG, with several settings and seeds, and compare them in one report.
 
-    Exit status 1 when a run failed. The same command with --out continues a sweep that was stopped.
+    Exit status 1 if a run failed. Repeat the command with --out to continue a sweep.
     """
     configure_logs("sweep")
     if only_report:

@@ -12,15 +12,17 @@ from offbeat.lab.tracing import TRACE_FILE, TraceRequest, read_trace, send_trace
 
 def command(
     run: RunFolder,
-    lease: Annotated[int | None, typer.Option(metavar="N", help="Only this lease, as rows number it.")] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only the groups of this optimizer step, from 1.")] = None,
-    slowest: Annotated[int, typer.Option(min=1, help="Without --lease and --step: the groups that took longest.")] = 20,
+    lease: Annotated[int | None, typer.Option(metavar="N", help="Only the lease with this id.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the groups of this optimizer step, counted from 1.")
+    ] = None,
+    slowest: Annotated[int, typer.Option(min=1, help="Number of slowest groups to show, without --lease and --step.")] = 20,
     otlp: Annotated[
         str | None, typer.Option(metavar="URL", help="Send the spans to this OTLP collector instead, as http://HOST:4318.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; RUN/trace.json where it is left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN/trace.json]")] = None,
 ) -> None:
-    """Write the history of groups as a trace for ui.perfetto.dev: wait, generation, reward, queue and training of each."""
+    """Write a trace of groups for ui.perfetto.dev: the wait, generation, reward, queue and training of each."""
     if lease is not None and step is not None:
         raise SettingError("--lease", lease, "it contradicts --step", "Give one of them.")
     trace = read_trace(run, TraceRequest(lease, step, slowest))

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def command(arguments: Arguments = None) -> None:
-    """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
+    """Run learner and actors on this machine, and write a report. Without arguments, run the quick start."""
     configure_logs("train")
     say_start("train")
     config = settle_resume(expand(load_config(arguments, default=QUICKSTART)))
