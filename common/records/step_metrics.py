@@ -172,6 +172,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("time/publish_wait_s", "s", "Time the learner waited for the last publish to end, divided by the steps."),
     Metric("time/snapshot_s", "s", "Time of copying and announcing the weights, divided by the steps."),
     Metric("staleness/bound", "optimizer steps", "staleness.max_staleness as it is at the end of the batch."),
+    Metric("staleness/lease_limit", "leases", "Largest number of open leases (`staleness.target`), at the end of the batch."),
     Metric("staleness/over_bound", "groups", "Groups of the step whose policy lag is above the bound."),
     Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
     Metric("actors/number", "actors", "Actors that take leases at the end of the batch."),

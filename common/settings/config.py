@@ -214,6 +214,9 @@ class StalenessSection(Section, frozen=True):
     max_staleness: NonNegativeInt = 4
     """Staleness bound, in optimizer steps: the learner only hands out work that would still be within this policy lag when its
     turn to be trained comes. 0: synchronous, on-policy training. `max_off_policy_steps` is another name for this setting."""
+    target: Literal["auto", "bound"] = "auto"
+    """How far ahead work is handed out, within `staleness.max_staleness`. auto: just far enough that the learner does not wait
+    for rollouts, so that groups are no older than needed. bound: as far as the bound allows."""
     staleness_policy: Literal["gate", "drop", "abort"] = "gate"
     """Treatment of a group that exceeds `staleness.max_staleness` anyway. gate: train on it and count it. drop: discard it when
     its turn comes and re-queue its prompt. abort: like drop, and also cancel generation that is already too old."""

@@ -99,7 +99,7 @@ RULES = (
     Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It says when a lease is given up."),
     Rule(
         "recorded",
-        _of("staleness", "max_staleness staleness_policy hard_max_staleness lag_of selection auto"),
+        _of("staleness", "max_staleness target staleness_policy hard_max_staleness lag_of selection auto"),
         "`offbeat set` may change it during the run, too.",
     ),
     Rule(

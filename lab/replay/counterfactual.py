@@ -157,7 +157,8 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     policy = StalenessPolicy(config.staleness, config.train)
     leases = LeaseHistories(recording.events)
     arrived: dict[int, Group] = {}
-    trained: dict[Trained, TrainedBatch] = {}
+    trained: dict[int, TrainedBatch] = {}
+    """By the identity of the event: steps that are made again after a restart may have an equal one."""
     admitted, dropped, expired = [], [], []
     for index, event in enumerate(recording.events):
         match event:
@@ -171,13 +172,13 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
                 expired.append(event.lease_id)
             case Trained():
                 groups = [arrived[lease_id] for lease_id in event.lease_ids]
-                trained[event] = _batch(policy, groups, event.policy_version, event.at)
+                trained[id(event)] = _batch(policy, groups, event.policy_version, event.at)
             case Tuned():
                 config = replace_settings(config, event.settings)
                 policy.bounds = config.staleness
             case _:
                 pass
-    batches = [trained[batch] for batch in leases.batches]
+    batches = [trained[id(batch)] for batch in leases.batches]
     num_trained = sum(len(batch.groups) for batch in batches)
     return LeaseEnds(
         num_recorded=len(admitted),

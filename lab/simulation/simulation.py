@@ -29,6 +29,7 @@ from offbeat.lab.simulation.clock import EventKind, WorkClock
 from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.timings import Draws, Fleet, Timings
 from offbeat.learner.leases.evaluation import Evaluations, Round
+from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 
@@ -134,7 +135,9 @@ class Simulation:
         self._train_s = Draws(of_steps, timings.train_s.tolist())
         self._clock = WorkClock(fleet.cores, timings.load)
         self._account = Account()
-        self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(policy, evaluations, self._account)
+        self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(
+            policy, evaluations, self._account, LeaseTarget(policy) if policy.bounds.target == "auto" else None
+        )
         self._actors = SimulatedActors(
             self._clock,
             timings,
@@ -290,8 +293,13 @@ class Simulation:
 
     def _begin_batch(self) -> None:
         num_dropped = self._account.num_dropped
+        target = self._scheduler.target
+        if target is not None:
+            target.ask(self._account.num_ready, self._clock.seconds)
         groups = self._scheduler.select(self._policy_version, self._account.drop)
         if groups:
+            if target is not None:
+                target.take(self._clock.seconds)
             self._account.begin_batch(groups)
             self._is_learner_free = False
             self._waited_s = self._clock.seconds - self._free_since

@@ -39,6 +39,7 @@ from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
+from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
@@ -135,7 +136,8 @@ class Dispatcher:
         failures = self._failures = LeaseFailures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
         evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
         self._evaluations = evaluations
-        scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
+        self._target = LeaseTarget(settings.staleness) if config.staleness.target == "auto" else None
+        scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, self._target)
         roster = self._roster = Roster(contract, config.hub, versions, queue, within_budget(config, failures, record))
         claims_until = now + config.hub.dead_after_s
         desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, queue, record, claims_until)
@@ -179,11 +181,15 @@ class Dispatcher:
         Raises `RunFailedError`, or the error that ended the hub's thread.
         """
         with self._lock:
+            if self._target is not None:
+                self._target.ask(self._journal.ledger.num_ready, self._clock())
             groups = self._lock.wait_for(self._select, timeout_s)
             if groups is None:
                 self._watchdog.look(self._clock(), self._listeners.weight_problems)
-            else:
-                self._watchdog.rest()
+                return None
+            if self._target is not None:
+                self._target.take(self._clock())
+            self._watchdog.rest()
             return groups
 
     def finish_batch(self, groups: Sequence[Group], policy_version: int) -> None:
@@ -297,6 +303,11 @@ class Dispatcher:
         with self._lock:
             ledger = self._journal.ledger
             return ledger.num_ready, ledger.num_open - ledger.num_ready
+
+    def lease_limit(self) -> int:
+        """Return the largest number of leases that may be open now."""
+        with self._lock:
+            return self._settings.staleness.most_open if self._target is None else self._target.limit
 
     def members(self) -> list[tuple[bytes, str, int | None, str | None]]:
         """Return address, name, policy version (None: it has no weights of this process) and GPU of every live actor."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from offbeat.learner.leases.evaluation import Evaluations, Round
+from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import Aged, Generating, StalenessPolicy
 
@@ -60,11 +61,15 @@ class LeaseTakers(Protocol):
 class RolloutScheduler(Generic[G]):
     """Drives a `StalenessPolicy` over the books of one run; has no clock, no sockets and no state."""
 
-    def __init__(self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G]) -> None:
+    def __init__(
+        self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G], target: LeaseTarget | None = None
+    ) -> None:
+        """Without a `target`, as many leases are open as the bound admits."""
         self.policy = policy
         """The bound that the rounds go by."""
         self._evaluations = evaluations
         self._books = books
+        self.target = target
 
     def grant(self, policy_version: int, actors: LeaseTakers) -> None:
         """Lease prompts to actors, those of a due evaluation first.
@@ -79,15 +84,22 @@ class RolloutScheduler(Generic[G]):
         num_open = self._books.num_open
         # The place in line decides when a group is trained, and so which weights it may be generated under.
         for place in range(num_open, num_open + self.policy.admit(policy_version, num_open)):
-            if not actors.lease_training(self.policy.min_policy_version(policy_version, place)):
+            min_version = self.policy.min_policy_version(policy_version, place)
+            if self.target is not None:
+                if place >= self.target.limit:
+                    return
+                min_version = max(min_version, self.target.min_policy_version(policy_version, place))
+            if not actors.lease_training(min_version):
                 return
 
     def is_held_back(self, policy_version: int) -> bool:
         """Return whether, after `grant`, staleness alone keeps a lease from an actor that still has room.
 
-        True when the run has more leases to come: the bound admits no more of them, or only under newer weights.
+        True when the run has more leases to come: the bound admits no more of them, or only under newer weights. False while
+        the target is narrower than the bound.
         """
-        return self.policy.left_in_run(policy_version) > self._books.num_open
+        is_bound = self.target is None or self.target.limit >= self.policy.most_open
+        return is_bound and self.policy.left_in_run(policy_version) > self._books.num_open
 
     def abort(self, policy_version: int) -> list[int]:
         """Return the leases to cancel, by ascending id: their groups, finished now, would be dropped.

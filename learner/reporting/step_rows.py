@@ -75,6 +75,7 @@ class StepRows:
                 **step,
                 **{name: value / len(steps) for name, value in seconds.items()},
                 "staleness/bound": staleness.bounds.max_staleness,
+                "staleness/lease_limit": self._dispatcher.lease_limit(),
                 "staleness/over_bound": staleness.count_over_bound(of_step, first_version + index),
                 "buffer/ready": ready,
                 "buffer/in_flight": in_flight,

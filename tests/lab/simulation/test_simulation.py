@@ -78,7 +78,7 @@ def run(
 
 
 def bound(max_staleness: int, **others: object) -> StalenessSection:
-    return StalenessSection(max_staleness=max_staleness, **others)  # pyright: ignore[reportArgumentType]
+    return StalenessSection(max_staleness=max_staleness, **{"target": "bound"} | others)  # pyright: ignore[reportArgumentType]
 
 
 def ends(batches: Sequence[SimulatedBatch]) -> list[float]:

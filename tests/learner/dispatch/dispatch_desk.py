@@ -89,7 +89,7 @@ CONFIG = Config(
     ),
     evaluation=EvaluationSection(num_prompts=3),
     hub=HubSection(dead_after_s=DEAD_AFTER_S, max_actors=100),
-    staleness=StalenessSection(max_staleness=1),
+    staleness=StalenessSection(max_staleness=1, target="bound"),
     loss=LossSection(zero_variance="count"),
     train=TrainSection(groups_per_step=2, num_steps=50, max_failed_leases=100),
 )

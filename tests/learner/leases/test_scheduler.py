@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Granted
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.ledger import Ledger, Selection
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
@@ -227,3 +228,24 @@ def test_drop_and_abort_never_train_beyond_max_staleness_and_the_run_ends(
     assert max(run.lags) <= shape.max_staleness
     assert run.num_trained + run.num_dropped + run.num_aborted == run.next_lease_id
     assert staleness_policy == "abort" or not run.num_aborted
+
+
+def test_target_ends_a_round_of_grants_before_the_bound_and_asks_for_newer_weights() -> None:
+    policy, books = make_policy(4), Shelf()
+    target = LeaseTarget(policy)
+    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    scheduler = RolloutScheduler[Group](policy, evaluations, books, target)
+    actors = Takers(books, num_slots=100, policy_version=3)
+    scheduler.grant(3, actors)
+    size = policy.batch_groups
+    assert actors.leased == ["training 2"] * size + ["training 3"] * size
+    assert not scheduler.is_held_back(3), "the bound admits more"
+
+
+def test_target_as_wide_as_the_bound_leaves_staleness_to_hold_actors_back() -> None:
+    policy, books = make_policy(1), Shelf()
+    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    scheduler = RolloutScheduler[Group](policy, evaluations, books, LeaseTarget(policy))
+    scheduler.grant(0, Takers(books, num_slots=100))
+    assert books.num_open == policy.most_open == 2 * policy.batch_groups
+    assert scheduler.is_held_back(0)

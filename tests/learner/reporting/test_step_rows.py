@@ -50,6 +50,9 @@ class FakeDispatcher:
     def settings(self) -> Config:
         return self._config
 
+    def lease_limit(self) -> int:
+        return 6
+
     def buffer_sizes(self) -> tuple[int, int]:
         return 5, 7
 
@@ -141,7 +144,8 @@ def test_each_step_has_an_equal_share_of_the_batchs_times() -> None:
     assert [row["loss/policy"] for row in bench.rows] == [0, 1, 2, 3]
     for row in bench.rows:
         assert (row["kind"], row["wait"], row["train"]) == ("step", 0.5, 2.0)
-        assert (row["staleness/bound"], row["buffer/ready"], row["buffer/in_flight"]) == (1, 5, 7)
+        assert (row["staleness/bound"], row["staleness/lease_limit"]) == (1, 6)
+        assert (row["buffer/ready"], row["buffer/in_flight"]) == (5, 7)
 
 
 def test_groups_over_the_bound_are_counted_at_the_step_that_trains_on_them() -> None:
