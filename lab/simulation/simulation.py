@@ -29,8 +29,7 @@ from offbeat.lab.simulation.clock import EventKind, WorkClock
 from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.timings import Draws, Fleet, Timings
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.lease_target import LeaseTarget
-from offbeat.learner.leases.scheduler import RolloutScheduler
+from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 

@@ -39,11 +39,10 @@ from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
-from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
-from offbeat.learner.leases.scheduler import RolloutScheduler
+from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,

@@ -7,7 +7,7 @@ from offbeat.common.settings.config import StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.simulation import Fleet, SimulatedBatch, Simulation, Timings
 from offbeat.learner.leases.evaluation import Evaluations
-from offbeat.learner.leases.lease_target import LONGEST_WINDOW, WINDOW, LeaseTarget
+from offbeat.learner.leases.scheduler import LONGEST_WINDOW, WINDOW, LeaseTarget
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 STEP_S = 10.0

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Granted
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.lease_target import LeaseTarget
 from offbeat.learner.leases.ledger import Ledger, Selection
-from offbeat.learner.leases.scheduler import RolloutScheduler
+from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_group, make_policy, play
 
