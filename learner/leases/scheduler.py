@@ -5,8 +5,8 @@
     select   a batch is ready --> drop groups past the hard bound --> the next batch       (the learner is free)
                dropped groups and aborted leases make room: grant again
 
-`StalenessPolicy` answers single questions about versions, and `LeaseTarget` says how far ahead of need to go. `RolloutScheduler` asks them in the order above. Its callers differ
-only in the books and actors that they pass in.
+`StalenessPolicy` answers single questions about versions, and `LeaseTarget` says how far ahead of need to go.
+`RolloutScheduler` asks them in the order above. Its callers differ only in the books and actors that they pass in.
 """
 
 from collections import deque
