@@ -15,13 +15,14 @@ from typing import Literal
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
-from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Backend, Result, Sandbox
+from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
 
 LEAST_MEMORY_MB = 64
 """The interpreter alone takes half of this."""
 BackendName = Literal["bubblewrap", "landlock"]
+Backend = Bubblewrap | Landlock
 
 
 class NoSandboxError(Exception):

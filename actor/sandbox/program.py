@@ -7,7 +7,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -86,19 +85,6 @@ class Launch(NamedTuple):
     """Given its process id, returns the arguments of `confine.confine`; None when the command confines it already."""
     usage: Callable[[int], Usage]
     """Given its process id, returns what it has in use. Raises `OSError` when it has ended."""
-
-
-class Backend(Protocol):
-    """A way to confine a program."""
-
-    @property
-    def name(self) -> str:
-        """The name of the backend in errors."""
-        ...
-
-    def launch(self, folders: Sequence[str]) -> AbstractContextManager[Launch]:
-        """Prepare for one program that may read these folders; clear up at the end."""
-        ...
 
 
 def visible_paths() -> list[str]:

@@ -6,7 +6,6 @@ learner -> announce -> WeightReceiver (thread) -> outcome -> commit -> canary's 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from offbeat.actor.engines.engine import Engine
 from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
-    ActorMessage,
     CanaryRouted,
     CanaryScored,
     FilesScored,
@@ -24,13 +22,6 @@ from offbeat.protocols.messages import (
     WeightsCommitted,
     WeightUpdate,
 )
-from offbeat.protocols.wire import Array
-
-
-class Send(Protocol):
-    """Sends a message to the learner; False when there is no connection now."""
-
-    def __call__(self, message: ActorMessage, *arrays: Array) -> bool: ...
 
 
 class WeightUpdates:
@@ -39,7 +30,7 @@ class WeightUpdates:
     def __init__(
         self,
         engine: Engine,
-        send: Send,
+        send: Callable[..., bool],
         open_pull_link: Callable[[str], Link],
         staying_in_touch: Callable[[], AbstractContextManager[None]],
         *,
@@ -47,7 +38,8 @@ class WeightUpdates:
         sends_routing: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_pull_link(address)` connects to the learner's weight server. `sends_routing`: the learner measures routing.
+        """`send(message, *arrays)` returns False when there is no connection now. `open_pull_link(address)` connects to the
+        learner's weight server. `sends_routing`: the learner measures routing.
 
         The engine works inside `staying_in_touch()`, as a large model takes longer than the learner waits for a heartbeat.
         """

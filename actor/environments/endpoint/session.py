@@ -9,27 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from offbeat.actor.environments.chat import NoRoom, Reply
+from offbeat.actor.environments.chat import Chat, NoRoom, Reply
 from offbeat.actor.environments.endpoint.calls import Call, CallRefused, ModelAnswer, function_call
 from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, arguments_of
 
 MAX_OPEN_CALLS = 64
 """Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
 
-
-class Conversation(Protocol):
-    """A place in the episode at which the model can have the word: `Chat`, or what it has begun."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    def add(self, message: Message) -> None: ...
-    def fork(self) -> "Conversation": ...
-    async def sample(self, max_new_tokens: int | None = None) -> Reply: ...
-
-
-Begin = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Conversation]
+Begin = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Chat]
 """Returns a new sequence of these messages and tools, at which the model has the word. Raises `ValueError` and `NoRoom`."""
 
 
@@ -51,7 +40,7 @@ class _Exchange:
 
 @dataclass
 class _Turn:
-    after: Conversation
+    after: Chat
     """The place behind the turn; only forks of it go on."""
     exchange: _Exchange
 
@@ -142,7 +131,7 @@ class AgentSession:
             num_sampled_tokens=len(reply.token_ids),
         )
 
-    async def _next_turn(self, call: Call) -> tuple[Conversation, Reply]:
+    async def _next_turn(self, call: Call) -> tuple[Chat, Reply]:
         turn, num_known = self._tree.find(call.messages, call.tools)
         if turn is not None:
             # Nobody repeats the call whose answer is in this one.

@@ -16,6 +16,7 @@ import pytest
 from offbeat import RewardUnavailable
 from offbeat.actor.rewards.failures import is_transient
 from offbeat.actor.sandbox import Local, NoSandboxError, Result, bubblewrap, check, confine, local, run, run_sync, use
+from offbeat.actor.sandbox.landlock import Landlock
 from offbeat.actor.sandbox.program import Launch, Usage
 from offbeat.actor.sandbox.seccomp import DENIED, FIRST_UNKNOWN
 from offbeat.common.processes import process_table as processes
@@ -181,7 +182,7 @@ def _own(space: str) -> Path:
     return Path(f"/proc/self/ns/{space}").readlink()
 
 
-class Broken:
+class Broken(Landlock):
     """A backend whose command fails before the program begins."""
 
     name = "broken"

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.message_tree import Message
@@ -60,7 +60,7 @@ class Game:
         self.tools: list[Sequence[Any]] = []
         self.num_started = 0
         self.longest: int | None = None
-        self.session = AgentSession("7-0-0", max_length, self.begin)
+        self.session = AgentSession("7-0-0", max_length, cast(Any, self.begin))
         self.url = endpoint.open(self.session)
 
     def close(self) -> None:
