@@ -1,5 +1,5 @@
-"""The commands of `offbeat`, one module each.
+"""The commands of `offbeat`, one module for each panel of `offbeat --help`: their options and help, and nothing else.
 
-Each module defines `command`: its parameters are the command's arguments and options, its docstring is the help text.
-A group of commands defines `app` too, with `command` as its callback.
+The function `NAME_command` is the command NAME: its parameters are the arguments and options, its docstring is the help text.
+Modules with many subjects import what one command needs when it runs. A group of commands has an `app`.
 """

@@ -1,4 +1,4 @@
-"""The command line: finds the module of a command in `deploy/cli/` and imports only that one."""
+"""The command line `offbeat`: finds the module of a command in `deploy/cli/` and imports only that one."""
 
 import ast
 import importlib
@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
@@ -19,31 +19,22 @@ from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, U
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.text import plain
 
-COMMANDS = (
-    "train",
-    "learner",
-    "actor",
-    "check",
-    "explain",
-    "report",
-    "runs",
-    "compare",
-    "samples",
-    "trace",
-    "export",
-    "status",
-    "audit",
-    "calibrate",
-    "drift",
-    "sweep",
-    "study",
-    "set",
-    "scale",
-    "reconcile",
-    "simulate",
-    "replay",
-    "keygen",
-    "deploy",
+
+class Panel(NamedTuple):
+    """Commands that `offbeat --help` lists together, and whose functions are in one module."""
+
+    module: str
+    title: str
+    commands: tuple[str, ...]
+
+
+PANELS = (
+    Panel("start", "Run a config", ("train", "learner", "actor")),
+    Panel("prepare", "Before a run", ("check", "explain", "calibrate", "keygen")),
+    Panel("operate", "Operate a RUN", ("status", "set", "scale")),
+    Panel("read", "Read a RUN", ("report", "runs", "compare", "samples", "trace", "drift", "audit", "export")),
+    Panel("experiment", "Compare settings", ("simulate", "replay", "sweep", "study")),
+    Panel("cluster", "On a cluster", ("deploy", "reconcile")),
 )
 """The commands in the order of `offbeat --help`."""
 GROUPS = ("deploy",)
@@ -69,8 +60,9 @@ def make_app() -> typer.Typer:
         epilog="To describe every setting, run: offbeat explain",
     )
     app.callback()(_options)
-    for name in COMMANDS:
-        app.command(name, help=_help_text(name))(_placeholder)
+    for panel in PANELS:
+        for name, help_text in _help_texts(panel).items():
+            app.command(name, help=help_text, rich_help_panel=panel.title)(_placeholder)
     return app
 
 
@@ -125,19 +117,20 @@ def _print_version(is_asked_for: bool) -> None:
 
 def _load_command(name: str) -> Any:
     """Import a command's module and return the command as Typer makes it."""
-    module = importlib.import_module(f"offbeat.deploy.cli.{name}")
+    panel = next(panel for panel in PANELS if name in panel.commands)
+    module = importlib.import_module(f"offbeat.deploy.cli.{panel.module}")
     if name in GROUPS:
         return get_command(module.app)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name)(module.command)
+    alone.command(name)(getattr(module, f"{name}_command"))
     return get_command(alone)
 
 
-def _help_text(name: str) -> str:
-    """Return the docstring of a module's `command`, read from the source: importing all of them would take seconds."""
-    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
-    command = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
-    return ast.get_docstring(command) or ""
+def _help_texts(panel: Panel) -> dict[str, str]:
+    """Return the docstrings of a panel's commands, read from the source: importing all of them would take seconds."""
+    tree = ast.parse(Path(__file__).with_name(f"{panel.module}.py").read_text(encoding="utf-8"))
+    texts = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return {name: texts[f"{name}_command"] for name in panel.commands}
 
 
 def _options(

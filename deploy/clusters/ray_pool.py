@@ -32,7 +32,7 @@ ANSWER_S = 5.0
 """Longest wait for the objects of Ray to tell their states; those that wait for a node do not answer."""
 
 
-class JoinOptions(NamedTuple):
+class LearnerAccess(NamedTuple):
     """The learner as an actor on another machine gets to know it."""
 
     address: str
@@ -46,7 +46,7 @@ class JoinOptions(NamedTuple):
 class Host:
     """The holder of one actor's process: Ray gives it a node with room, and takes the room back when the process has ended."""
 
-    def __init__(self, name: str, meeting: JoinOptions) -> None:
+    def __init__(self, name: str, meeting: LearnerAccess) -> None:
         command = [*PROGRAM, "actor", "--join", meeting.address, f"actor.name={name}"]
         files: list[int] = []
         for option, key in (("--key", meeting.key), ("--learner-key", meeting.learner_key)):
@@ -98,7 +98,7 @@ def _in_memory(text: str) -> int:
 class RayPool:
     """The actors of one run on Ray."""
 
-    def __init__(self, meeting: JoinOptions, num_gpus: int, holder: type[Host] = Host) -> None:
+    def __init__(self, meeting: LearnerAccess, num_gpus: int, holder: type[Host] = Host) -> None:
         """Use the cluster and the namespace that this process is connected to. Each actor gets `num_gpus`, and one CPU."""
         import ray  # pyright: ignore[reportMissingImports]
 
@@ -188,16 +188,16 @@ def num_gpus(config: Config, resources: dict[str, float]) -> int:
     return parts if resources.get("GPU") else 0
 
 
-def _meeting(config: Config) -> JoinOptions:
+def _meeting(config: Config) -> LearnerAccess:
     """Return the learner's address and the text of the keys, which nodes without a shared file system could not read."""
     hub = config.hub
     if not hub.key:
-        return JoinOptions(hub.address, None, None)
+        return LearnerAccess(hub.address, None, None)
     path = Path(hub.key.replace("{name}", FLEET))
     if not path.exists():
         cure = f"Make it: offbeat keygen {path.parent} '{FLEET}-*'"
         raise SettingError("hub.key", hub.key, f"there is no {path}, the key that all actors of a pool share", cure)
-    return JoinOptions(hub.address, path.read_text(), Path(hub.learner_key).read_text())
+    return LearnerAccess(hub.address, path.read_text(), Path(hub.learner_key).read_text())
 
 
 @contextmanager

@@ -39,6 +39,8 @@ from offbeat.deploy.local.starts import PROGRAM, FreshStarts, Process, ProcessSt
 
 logger = logging.getLogger(__name__)
 
+SERVICES_MODULE = "offbeat.deploy.cli.start"
+"""The commands of the services: it imports this module, so it is imported by name."""
 WARM_MODULE = "offbeat.deploy.local.forks"
 ROOM_BYTES = 4096
 """Length of an argument that only makes room for the command lines of forked processes."""
@@ -298,7 +300,7 @@ def main() -> None:
 
 def _import_for(command: str, engine: str) -> None:
     """Import what the service that this command starts needs."""
-    importlib.import_module(f"offbeat.deploy.cli.{command}").import_service(engine)
+    importlib.import_module(SERVICES_MODULE).import_service(command, engine)
 
 
 def _pass_gate(descriptor: int, parent: int, launcher: int) -> None:

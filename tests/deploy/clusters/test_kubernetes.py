@@ -21,8 +21,8 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import keys_of_learner, keys_of_peer
 from offbeat.deploy.cli.arguments import load_config
+from offbeat.deploy.cli.cluster import POOLS
 from offbeat.deploy.cli.main import make_app
-from offbeat.deploy.cli.reconcile import POOLS
 
 SETTINGS = """\
 # a comment of mine

@@ -16,9 +16,9 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
 from offbeat.deploy.clusters import ray_pool as ray_host
 from offbeat.deploy.clusters.pool import PoolError, needed
-from offbeat.deploy.clusters.ray_pool import Host, JoinOptions, RayPool, num_gpus, open_ray_pool
+from offbeat.deploy.clusters.ray_pool import Host, LearnerAccess, RayPool, num_gpus, open_ray_pool
 
-MEETING = JoinOptions("tcp://learner:5700", None, None)
+MEETING = LearnerAccess("tcp://learner:5700", None, None)
 
 
 class RayError(Exception):
@@ -60,7 +60,7 @@ class Cluster:
     def __init__(self) -> None:
         self.objects: dict[str, Placed] = {}
         self.options: dict[str, Any] = {}
-        self.started: list[tuple[str, JoinOptions]] = []
+        self.started: list[tuple[str, LearnerAccess]] = []
         self.killed: list[str] = []
         self.is_down = False
         self.connected: dict[str, Any] = {}
@@ -70,7 +70,7 @@ class Cluster:
     def remote(self, **options: Any) -> Any:
         self.options = options
 
-        def make(name: str, meeting: JoinOptions) -> None:
+        def make(name: str, meeting: LearnerAccess) -> None:
             self.started.append((name, meeting))
             self.objects[name] = Placed(name)
 
@@ -210,7 +210,7 @@ def test_pool_connects_in_the_run_s_namespace_and_hands_out_the_text_of_the_keys
     assert (cluster.connected["address"], cluster.connected["namespace"]) == ("head:6379", f"offbeat:{tmp_path}/run")
     assert cluster.options["num_gpus"] == 1
     pool.start(1)
-    assert cluster.started[0][1] == JoinOptions("tcp://learner:5700", "secret", "public")
+    assert cluster.started[0][1] == LearnerAccess("tcp://learner:5700", "secret", "public")
     (tmp_path / "actor.key").unlink()
     with pytest.raises(SettingError, match=r"hub\.key.*there is no .*actor\.key.*offbeat keygen"):
         open_ray_pool(load(None, settings), "")
@@ -237,7 +237,7 @@ def test_holder_ends_with_its_actor_which_gets_one_signal(monkeypatch: pytest.Mo
     script = "trap 'exit 3' TERM; cat $6 $8 >text; stat -Lc %a $6 >>text; touch up; while :; do sleep 0.05; done"
     monkeypatch.setattr(ray_host, "PROGRAM", ("sh", "-c", script, "offbeat"))
     monkeypatch.chdir(tmp_path)
-    host = Host("actor-1", JoinOptions("tcp://learner:5700", "secret, ", "public "))
+    host = Host("actor-1", LearnerAccess("tcp://learner:5700", "secret, ", "public "))
     signals: list[int] = []
     send = host._process.send_signal
     monkeypatch.setattr(host._process, "send_signal", lambda number: (signals.append(number), send(number)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat.common.processes import process_table as processes
-from offbeat.deploy.clusters.ray_pool import JoinOptions, RayPool
+from offbeat.deploy.clusters.ray_pool import LearnerAccess, RayPool
 
 pytestmark = pytest.mark.extras
 
@@ -65,7 +65,7 @@ def holder() -> Any:
     from offbeat.deploy.clusters import ray_pool as ray_host
 
     class Holder(ray_host.Host):
-        def __init__(self, name: str, meeting: JoinOptions) -> None:
+        def __init__(self, name: str, meeting: LearnerAccess) -> None:
             import os
             import sys
 
@@ -79,7 +79,7 @@ def test_actors_start_wait_for_room_leave_and_leave_nothing_behind(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offbeat.deploy.clusters.ray_pool.ANSWER_S", 1.0)
-    meeting = JoinOptions("tcp://learner:5700", "the secret key", "the learner's")
+    meeting = LearnerAccess("tcp://learner:5700", "the secret key", "the learner's")
     pool = RayPool(meeting, 0, holder())
     assert pool.running() == []
     pool.start(3)

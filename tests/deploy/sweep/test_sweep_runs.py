@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.loading import load
-from offbeat.deploy.cli import sweep as sweep_command
+from offbeat.deploy.checks import preflight
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.local.jobs import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
@@ -352,8 +352,8 @@ def test_array_of_the_command_repeats_what_the_sweep_is(sweep: Sweep, monkeypatc
     told = shlex.split(command)
     assert told[:3] == ["exec", "offbeat", "sweep"]
     assert told[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/4"]
-    monkeypatch.setattr(sweep_command, "run_sweep", lambda cells, folder, stop, **options: made.append((cells, options)) or 0)
-    monkeypatch.setattr(sweep_command, "look", lambda config, command: None)
+    monkeypatch.setattr(running, "run_sweep", lambda cells, folder, stop, **options: made.append((cells, options)) or 0)
+    monkeypatch.setattr(preflight, "look", lambda config, command: None)
     made: list[tuple[Sequence[Cell], dict[str, Any]]] = []
     again = [*told[3:-1], "2/4"]
     assert CliRunner().invoke(make_app(), ["sweep", *again], catch_exceptions=False).exit_code == 0

@@ -12,7 +12,7 @@ from fsspec.callbacks import Callback
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import Row, row_fields
 from offbeat.common.settings.config import Config, RunSection
-from offbeat.deploy.cli.beginning import settle_resume
+from offbeat.deploy.cli.start import settle_resume
 from offbeat.learner.restart import mirror
 from offbeat.learner.restart.mirror import Mirror, fetch_run, open_mirror, open_storage
 from offbeat.learner.training import checkpoints

@@ -1,4 +1,4 @@
-"""Claims about `deploy.study.matrix` and `offbeat study`: cells run once, rows are kept, and a stop loses none."""
+"""Claims about `deploy.study.running` and `offbeat study`: cells run once, rows are kept, and a stop loses none."""
 
 import re
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.cli.main import make_app
-from offbeat.deploy.study import matrix
-from offbeat.deploy.study.matrix import make_config, run_cells
+from offbeat.deploy.study import running
+from offbeat.deploy.study.running import make_config, run_cells
 from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS
 from offbeat.lab.study.cells import OF_MIXTURES, Cell, Point, StudyRow, make_cells, methods, read_rows
 
@@ -29,8 +29,8 @@ class FakeRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cells: list[Cell] = []
         self.fails_at: int | None = None
-        monkeypatch.setattr(matrix, "run_cell", self.run_cell)
-        monkeypatch.setattr(matrix, "_processes", self.processes)
+        monkeypatch.setattr(running, "run_cell", self.run_cell)
+        monkeypatch.setattr(running, "_processes", self.processes)
 
     def run_cell(self, base: Path, cell: Cell, settings: tuple[str, ...]) -> StudyRow:
         self.cells.append(cell)

@@ -2,10 +2,12 @@
 
 import atexit
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,13 +22,91 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.jobs import alone_in, run_jobs
-from offbeat.lab.study.cells import BASELINE, Cell, StudyRow, append_row, methods
-from offbeat.lab.study.probe_rows import ProbeRow
+from offbeat.lab.study.cells import (
+    BASELINE,
+    OF_MIXTURES,
+    Cell,
+    StudyRow,
+    append_row,
+    left_to_do,
+    methods,
+    read_lines,
+    read_rows,
+)
+from offbeat.lab.study.probe_rows import PROBE_FILE, ProbeRow
 
 logger = logging.getLogger(__name__)
 
 RUNS_PER_PROCESS = 20
 """A process ends after as many runs, because DeepSpeed's modules are never freed."""
+
+
+def run_study(
+    base: Path,
+    cells: Sequence[Cell],
+    folder: Path,
+    file: Path,
+    stop: StopRequest,
+    *,
+    num_jobs: int,
+    say: Callable[[str], None],
+) -> None:
+    """Run the cells that have no row in the folder, with new rows in the file; only say how many with no jobs."""
+    from offbeat.deploy.study.tasks import TASKS
+
+    settings = {cell: (*TASKS[cell.task].settings, *methods()[cell.method]) for cell in cells}
+    rows = read_rows(folder)
+    todo = left_to_do(cells, rows, settings)
+    say(_plan_text(todo, rows))
+    if num_jobs == 0:
+        return
+    for task in dict.fromkeys(cell.task for cell in todo):
+        TASKS[task].make()
+    for cell in todo:
+        make_config(base, cell, settings[cell], TASKS[cell.task].model_path)
+    run_cells(base, todo, settings, file, stop, num_jobs=num_jobs, say=say)
+
+
+def run_probes(
+    base: Path,
+    folder: Path,
+    tasks: Sequence[str],
+    chosen: Sequence[str],
+    lags: Sequence[int],
+    *,
+    num_seeds: int,
+    say: Callable[[str], None],
+) -> None:
+    """Measure the gradients of those of the methods that have no row yet, one staleness after another."""
+    from offbeat.deploy.study.tasks import TASKS
+
+    file = folder / PROBE_FILE
+    done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
+    for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
+        fitting = [method for method in chosen if TASKS[task].recipe.moe or method not in OF_MIXTURES]
+        left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
+        if not left:
+            continue
+        TASKS[task].make()
+        for row in probe_lag(base, task, lag, seed, left):
+            append_row(file, row)
+        say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
+
+
+def _plan_text(todo: Sequence[Cell], rows: Sequence[StudyRow]) -> str:
+    """Return the number of runs left, and the CPU hours that those of the same task and lag have taken."""
+    hours = 0.0
+    unknown = 0
+    for cell in todo:
+        of_task = [row for row in rows if row.task == cell.task]
+        nearest = min((abs(row.lag - cell.lag) for row in of_task), default=0)
+        alike = [row.cpu_s for row in of_task if abs(row.lag - cell.lag) == nearest]
+        hours += statistics.fmean(alike) / 3600 if alike else 0.0
+        unknown += not alike
+    text = f"{len(todo)} runs are to be done"
+    if unknown < len(todo):
+        text += f"; about {hours:.1f} CPU hours by the rows there"
+    return text + (f", without {unknown} runs of tasks that have none" if 0 < unknown < len(todo) else "")
 
 
 def make_config(base: Path, cell: Cell, settings: Sequence[str], model_path: str) -> Config:

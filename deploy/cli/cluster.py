@@ -1,32 +1,40 @@
-"""`offbeat deploy`: the files by which a cluster's scheduler starts a run's services."""
+"""The commands for clusters: the files of a run for a scheduler, and the loop that keeps actors there."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import configure_logs
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
-from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, read_config, split_arguments
+from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, Operator, read_config, read_config_of_run, split_arguments
 from offbeat.deploy.clusters.compose import write_compose
 from offbeat.deploy.clusters.container import Document, read_mapping
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions
-from offbeat.deploy.clusters.slurm import write_scripts
+from offbeat.deploy.clusters.kubernetes_pool import open_kubernetes_pool
+from offbeat.deploy.clusters.pool import Pool, reconcile
+from offbeat.deploy.clusters.ray_pool import open_ray_pool
+from offbeat.deploy.clusters.slurm import open_pool, write_scripts
+from offbeat.deploy.operating.link import ask, open_link_to
+from offbeat.lab.ended_run import read_end
+from offbeat.protocols.messages import StatusReport, StatusRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files. Existing files are replaced, except keys.")]
-
 Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with offbeat, your code and data.")]
 PodWords = list[str] | None
 WORDS_OF_POD = "RESOURCE=QUANTITY|FILE"
 
 
 @app.callback()
-def command() -> None:
+def deploy_command() -> None:
     """Write the files with which a cluster runs learner and actors, from the run's TOML file."""
     configure_logs("deploy")
 
@@ -127,3 +135,46 @@ def _pod_options(option: str, words: PodWords, secret: str) -> PodOptions:
             raise SettingError(option, word, "this is not RESOURCE=QUANTITY", f"Write for example {option} memory=32Gi.")
         quantities[resource] = quantity
     return PodOptions(quantities, fields, secret)
+
+
+OpenPool = Callable[[Config, str], Pool]
+"""A function that opens a pool for a run's settings, with the PLACE of `--on KIND:PLACE`, which may be empty."""
+POOLS: dict[str, OpenPool] = {"slurm": open_pool, "kubernetes": open_kubernetes_pool, "ray": open_ray_pool}
+"""The kinds of pools by the name that `--on` takes."""
+
+
+def reconcile_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or its TOML file.")],
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND:PLACE",
+            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actor; "
+            "ray, on a node of the cluster, or ray:ADDRESS.",
+        ),
+    ],
+    operator: Operator = "operator",
+) -> None:
+    """Keep as many actors running on a cluster as the run wants. `offbeat scale` and scale.auto change the number.
+
+    Run one such process beside the learner, until the run ends. `offbeat train` does the same for actors on its machine.
+    """
+    configure_logs("reconcile")
+    kind, _, place = on.partition(":")
+    if kind not in POOLS:
+        raise SettingError("--on", on, "there is no such kind of pool", f"Choose one of {', '.join(POOLS)}.")
+    config = read_config_of_run([str(run)])
+    open_link, address = open_link_to(config.hub, operator), config.hub.address
+    folder = run if run.is_dir() else Path(config.run.dir)
+    stop = StopRequest().install()
+    pool = POOLS[kind](config, place)
+
+    def ask_learner() -> StatusReport:
+        with open_link() as link:
+            return ask(link, address, StatusRequest(), StatusReport)
+
+    def has_ended() -> bool:
+        ended = read_end(folder)
+        return ended is not None and ended.outcome is not None
+
+    reconcile(pool, ask_learner, has_ended, stop)

@@ -1,0 +1,282 @@
+"""The commands that compare settings: by a simulation, by a recorded run, or by runs of their own."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.logs import configure_logs
+from offbeat.deploy.cli.arguments import (
+    QUICKSTART,
+    Arguments,
+    RunFolder,
+    ShardText,
+    read_config,
+    read_shard,
+    split_arguments,
+    split_list,
+    split_numbers,
+    start_time,
+)
+from offbeat.lab.study.cells import LAGS, NUM_SEEDS
+
+
+def simulate_command(
+    arguments: Arguments = None,
+    actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors. [default: launch.num_actors]")] = "",
+    staleness: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Staleness bounds. [default: staleness.max_staleness]")
+    ] = "",
+    fitted: Annotated[
+        list[Path] | None,
+        typer.Option("--fit", metavar="RUN", help="Take durations from this run. Two runs that differ give a better fit."),
+    ] = None,
+    completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
+    sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
+    train_s: Annotated[float | None, typer.Option(help="Without --fit: seconds of an optimizer step.")] = None,
+    sync_s: Annotated[float, typer.Option(help="Without --fit: seconds from a step to its weights at the actors.")] = 0.0,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU cores that all services share; 0: each has its own. [default: this machine's, if --fit's run used CPUs]"
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes to simulate. Ends earlier if train.num_steps are done.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
+    scale: Annotated[
+        Literal["none", "auto"],
+        typer.Option(help="auto: scale.auto changes the number of actors, starting from the first of --actors."),
+    ] = "none",
+    start_s: Annotated[float, typer.Option(help="For --scale auto: seconds that an actor takes to start.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict throughput, idle time and staleness for other bounds and numbers of actors, without training.
+
+    Runs the learner's own scheduler under a simulated clock. Without CONFIG, uses that of the first run of --fit.
+    """
+    from offbeat.common.records.run_folder import CONFIG_FILE
+    from offbeat.common.settings.config import actors_wanted
+    from offbeat.lab.simulation.predict import (
+        Given,
+        fitted_times,
+        given_times,
+        print_predictions,
+        print_scaled,
+        simulate,
+        simulate_scaled,
+    )
+
+    runs = list(fitted or [])
+    config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)
+    given = Given(completion_s, sigma, train_s, sync_s)
+    source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
+    numbers = split_numbers("--actors", actors, at_least=1) or [actors_wanted(config)]
+    if scale == "auto":
+        run = simulate_scaled(config, source, num_actors=numbers[0], start_s=start_s, seconds=60 * minutes, seed=seed)
+        print_scaled(run, source, as_json=as_json)
+        return
+    predictions = simulate(
+        config,
+        source,
+        actors=numbers,
+        staleness=split_numbers("--staleness", staleness, at_least=0) or [config.staleness.max_staleness],
+        seconds=60 * minutes,
+        seed=seed,
+    )
+    print_predictions(predictions, source, config, as_json=as_json)
+
+
+def replay_command(
+    run: RunFolder,
+    staleness: Annotated[str, typer.Option(metavar="0,2,8", help="Bounds: values of staleness.max_staleness.")] = "",
+    policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Values of staleness.staleness_policy.")] = "",
+    selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Values of staleness.selection.")] = "",
+    loss: Annotated[
+        str, typer.Option(metavar="gspo,sapo,...", help="Compare the gradients of these objectives at the run's checkpoints.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+) -> None:
+    """Replay a run's rollout log with other staleness bounds, orders or objectives, and say what that cannot tell.
+
+    Exit status 1 if a replay with the recorded settings differs from the recording.
+    """
+    from offbeat.lab.replay.replay import Request, print_replay, replay_run
+
+    configure_logs("replay")
+    bounds = split_numbers("--staleness", staleness, at_least=0)
+    request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, selection, loss)))
+    report = replay_run(run, request)
+    print_replay(report, as_json=as_json)
+    raise typer.Exit(1 if report.differences else 0)
+
+
+def sweep_command(
+    arguments: Arguments = None,
+    varied: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try. Repeat the option to try all combinations."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per value, with run.seed counting up.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the sweep. An existing sweep is continued. [default: runs/sweep-TIME]")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on its share of the GPUs or cores.")] = 1,
+    shard: ShardText = "",
+    stop_hopeless: Annotated[
+        bool, typer.Option("--stop-hopeless", help="Stop runs that become worse than the initial model.")
+    ] = False,
+    difference: Annotated[float, typer.Option(min=0, help="Loss of final reward that you accept.")] = 0.02,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Compare with this value at otherwise equal settings. [default: the reference]"),
+    ] = None,
+    as_commands: Annotated[bool, typer.Option("--print", help="Run nothing. Print the command of each run.")] = False,
+    as_job: Annotated[bool, typer.Option("--slurm", help="Run nothing. Print a job array for sbatch.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing. Write the report of --out.")] = False,
+) -> None:
+    """Run the quick start, or CONFIG, with several settings and seeds, and compare them in one report.
+
+    Exit status 1 if a run failed. Repeat the command with --out to continue a sweep.
+    """
+    from offbeat.common.processes.shutdown import StopRequest
+    from offbeat.common.settings.loading import load
+    from offbeat.deploy.checks.preflight import look
+    from offbeat.deploy.local.quickstart.prepared import expand
+    from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare, render_job_array
+    from offbeat.deploy.sweep.places import places_here
+    from offbeat.deploy.sweep.running import render_commands, run_sweep
+    from offbeat.lab.sweep.plan import make_plan, read_baseline
+    from offbeat.lab.sweep.sweep_report import write_sweep_report
+
+    configure_logs("sweep")
+    if only_report:
+        if out is None:
+            raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
+        typer.echo(write_sweep_report(out, difference, baseline or ()))
+        return
+    _check_parts(shard, jobs, out, as_job=as_job)
+    path, overrides = split_arguments(arguments)
+    path = path or QUICKSTART
+    plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)
+    read_baseline(plan, baseline or ())
+    part, places = read_shard(shard), places_here(jobs)
+    folder = out or Path(f"runs/sweep-{start_time()}")
+    cells = make_cells(plan, path, overrides, folder)
+    if as_commands or as_job:
+        prepare(plan, cells, folder)
+        again = _same_command(arguments, varied, seeds, folder, difference, baseline, stop_hopeless=stop_hopeless)
+        typer.echo(render_job_array(cells, folder, again) if as_job else render_commands(part.of(cells), folder))
+        return
+    check_cells(part.of(cells), lambda config: look(expand(config), "train"))
+    prepare(plan, cells, folder)
+    status = run_sweep(
+        part.of(cells),
+        folder,
+        StopRequest().install(),
+        say=typer.echo,
+        write_report=partial(write_sweep_report, folder, difference, baseline or ()),
+        places=places,
+        stops_hopeless=stop_hopeless,
+    )
+    raise typer.Exit(status)
+
+
+def _check_parts(shard: str, jobs: int, out: Path | None, *, as_job: bool) -> None:
+    """Raise `SettingError` for parts of a sweep that would not be of one sweep, or of an array that has its own."""
+    if shard and out is None:
+        raise SettingError("--shard", shard, "all parts need the same folder", "Name it: --out FOLDER.")
+    if as_job and (shard or jobs > 1):
+        problem = "each task of the array is a shard with one run"
+        raise SettingError("--slurm", shard or jobs, problem, "Leave out --shard and --jobs, or write the array yourself.")
+
+
+def _same_command(
+    arguments: list[str] | None,
+    varied: list[str] | None,
+    seeds: int,
+    folder: Path,
+    difference: float,
+    baseline: list[str] | None,
+    *,
+    stop_hopeless: bool,
+) -> list[str]:
+    """Return the command line that makes the runs of the same sweep."""
+    command = ["offbeat", "sweep", *(arguments or ())]
+    for name, texts in (("--set", varied), ("--baseline", baseline)):
+        command += [part for text in texts or () for part in (name, text)]
+    command += ["--seeds", str(seeds), "--out", str(folder), "--difference", f"{difference:g}"]
+    return command + (["--stop-hopeless"] if stop_hopeless else [])
+
+
+def study_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the rows. An existing study is continued.")],
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks. [default: reversal, reversal_moe, progression]")] = "",
+    chosen: Annotated[str, typer.Option("--methods", metavar="NAME,...", help="Methods. [default: all]")] = "",
+    lags: Annotated[str, typer.Option(metavar="N,N,...", help="Lags in optimizer steps.")] = ",".join(map(str, LAGS)),
+    noise: Annotated[str, typer.Option(metavar="X,X,...", help="Noise on the sampler's logits, in nats.")] = "0",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per combination.")] = NUM_SEEDS,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 1,
+    shard: ShardText = "",
+    plan: Annotated[bool, typer.Option(help="Run nothing. Print the remaining runs and their estimated CPU hours.")] = False,
+    probe: Annotated[bool, typer.Option(help="Instead measure bias and variance of the methods' gradients.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Run nothing. Write the results into this page.")] = None,
+) -> None:
+    """Train tiny models with every method at exact lags, without services, and compare the methods seed by seed.
+
+    Each run is one process: the learner's trainer on completions of the weights of exactly so many steps before. Every
+    finished run is a row of FOLDER/rows.jsonl, and the same command continues an unfinished study. docs/study.md has the
+    method and the results.
+    """
+    from offbeat.common.processes.environment import prepare_environment
+    from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, StopRequest
+    from offbeat.lab.study.cells import OF_MIXTURES, ROWS_FILE, make_cells, methods, read_lines, read_rows
+    from offbeat.lab.study.probe_rows import PROBE_FILE, ProbeRow
+
+    configure_logs("study")
+    if page is not None:
+        from offbeat.lab.study.page import write_page
+
+        for file in write_page(read_rows(folder), read_lines(folder / PROBE_FILE, ProbeRow), page):
+            typer.echo(file)
+        return
+    prepare_environment()
+    # Imports torch.
+    from offbeat.deploy.study.running import run_probes, run_study
+    from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS
+
+    of_tasks = _known("--tasks", tasks, list(TASKS)) or list(MAIN_TASKS)
+    of_methods = _known("--methods", chosen, list(methods())) or list(methods())
+    of_lags = split_numbers("--lags", lags, at_least=0)
+    if probe:
+        run_probes(QUICKSTART, folder, of_tasks, of_methods, of_lags, num_seeds=seeds, say=typer.echo)
+        return
+    every = make_cells(of_tasks, of_methods, of_lags, _noises(noise), seeds)
+    cells = [cell for cell in every if TASKS[cell.task].recipe.moe or cell.method not in OF_MIXTURES]
+    part = read_shard(shard)
+    file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
+    stop = StopRequest().install()
+    run_study(QUICKSTART, part.of(cells), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
+    if stop:
+        raise typer.Exit(INTERRUPTED_STATUS)
+
+
+def _known(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Return the names in a list; raise `SettingError` for one that is not known."""
+    names = split_list(text)
+    for name in names:
+        if name not in known:
+            raise SettingError(option, name, "there is none of this name", f"Take from {', '.join(known)}.")
+    return names
+
+
+def _noises(text: str) -> list[float]:
+    try:
+        noises = [float(part) for part in split_list(text)]
+    except ValueError as error:
+        raise SettingError("--noise", text, "these are not all numbers", "Write for example --noise 0,0.05.") from error
+    if not noises or not all(0 <= noise < 10 for noise in noises):
+        raise SettingError("--noise", text, "noise is at least 0 and below 10 nats", "Write for example --noise 0,0.05.")
+    return noises

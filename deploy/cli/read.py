@@ -1,0 +1,153 @@
+"""The commands that read what runs left in their folders."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.logs import configure_logs
+from offbeat.deploy.cli.arguments import RunFolder
+
+
+def report_command(run: RunFolder) -> None:
+    """Write RUN/report.html: one self-contained page about the run."""
+    from offbeat.lab.report.run_report import write_report
+
+    try:
+        typer.echo(write_report(run))
+    except FileNotFoundError as error:
+        raise SettingError("RUN", str(run), str(error), "Name the folder of a run.") from error
+
+
+def runs_command(
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Folders that hold runs.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+) -> None:
+    """List the runs in runs/ or in other folders, the newest last: state, steps, reward, duration and health."""
+    from offbeat.lab.comparison.run_list import list_runs, render_runs
+    from offbeat.lab.terminal import stdout_console
+
+    folders = folders or [Path("runs")]
+    runs = list_runs(folders, time.time())
+    if as_json:
+        typer.echo(msgspec.json.encode(runs))
+    elif runs:
+        stdout_console().print(render_runs(runs))
+    else:
+        told = " ".join(map(str, folders))
+        raise SettingError("FOLDER", told, "there is no run in it", "Name a folder that holds the folders of runs.")
+
+
+def compare_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("comparison.html"),
+) -> None:
+    """Write one self-contained page that compares runs: their curves in one plot, and the settings that differ."""
+    from offbeat.lab.comparison.comparison_page import write_comparison
+
+    typer.echo(write_comparison(runs, out))
+
+
+def samples_command(
+    run: RunFolder,
+    worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest reward first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Groups with the highest reward first.")] = False,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only groups of this optimizer step, counted from 1.")] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="ID", help="Only groups of the prompt with this id.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Groups to show.")] = 4,
+    completions: Annotated[int, typer.Option(min=1, help="Completions to show per group.")] = 4,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Show completions of held-out prompts; --step is the evaluated version.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the groups as JSON, with full texts.")] = False,
+) -> None:
+    """Show prompts and completions that a run trained on or evaluated, the newest first. The run may still be going."""
+    from offbeat.lab.samples import (
+        SamplesRequest,
+        print_evaluation_samples,
+        print_samples,
+        read_evaluation_samples,
+        read_samples,
+    )
+    from offbeat.lab.terminal import stdout_console
+
+    if worst and best:
+        raise SettingError("--worst", "", "it contradicts --best", "Give one of them.")
+    request = SamplesRequest("worst" if worst else "best" if best else "newest", step, prompt, groups, completions)
+    if evaluation:
+        samples = read_evaluation_samples(run, request)
+        if as_json:
+            typer.echo(msgspec.json.encode(samples).decode())
+        else:
+            print_evaluation_samples(stdout_console(), samples, full=full)
+        return
+    found = read_samples(run, request)
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        print_samples(stdout_console(), found, full=full)
+
+
+def trace_command(
+    run: RunFolder,
+    lease: Annotated[int | None, typer.Option(metavar="N", help="Only the lease with this id.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the groups of this optimizer step, counted from 1.")
+    ] = None,
+    slowest: Annotated[int, typer.Option(min=1, help="Number of slowest groups to show, without --lease and --step.")] = 20,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send the spans to this OTLP collector instead, as http://HOST:4318.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN/trace.json]")] = None,
+) -> None:
+    """Write a trace of groups for ui.perfetto.dev: the wait, generation, reward, queue and training of each."""
+    from offbeat.lab.tracing import TRACE_FILE, TraceRequest, read_trace, send_trace, write_trace
+
+    if lease is not None and step is not None:
+        raise SettingError("--lease", lease, "it contradicts --step", "Give one of them.")
+    trace = read_trace(run, TraceRequest(lease, step, slowest))
+    if otlp is not None:
+        typer.echo(f"{send_trace(trace, otlp)} spans sent to {otlp}")
+        return
+    typer.echo(write_trace(trace, out or run / TRACE_FILE))
+
+
+def drift_command(
+    run: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show how staleness affected a run: the drift at each policy lag, and any bias in the groups trained on."""
+    from offbeat.lab.drift import print_drift
+
+    print_drift(run, as_json=as_json)
+
+
+def audit_command(run: RunFolder) -> None:
+    """Follow every lease of a run through its log and report violations; exit status 1 if there are any."""
+    from offbeat.common.records.run_folder import read_run_config
+    from offbeat.lab.audit import audit, print_checks
+
+    raise typer.Exit(0 if print_checks(audit(run, read_run_config(run))) else 1)
+
+
+def export_command(
+    run: RunFolder,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Optimizer step of the checkpoint. [default: the newest complete one]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to create. [default: RUN/model-step-N, or RUN/adapter-step-N]")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in peft's layout.")] = False,
+) -> None:
+    """Save the model of a checkpoint for transformers and vLLM. The run may still be going."""
+    from offbeat.common.processes.environment import prepare_environment
+    from offbeat.lab.export import export
+
+    configure_logs("export")
+    prepare_environment()
+    typer.echo(export(run, step=step, out=out, only_adapter=adapter))

@@ -1,0 +1,154 @@
+"""The commands that run a config: a whole run on this machine, or one of its services."""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from offbeat.actor.joining import JoinOptions, joined
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment
+from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
+from offbeat.common.records.logs import configure_logs, doing
+from offbeat.common.records.run_folder import decide_resume, holds_work, locked
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import refuse_masked
+from offbeat.deploy.checks.preflight import look
+from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, Preflight, load_config, say_start, split_arguments
+from offbeat.deploy.local.devices.plan import plan_of_this_machine
+from offbeat.deploy.local.ending import end_run, go_on
+from offbeat.deploy.local.forks import choose_starts
+from offbeat.deploy.local.launcher import Launcher
+from offbeat.deploy.local.quickstart.prepared import expand
+from offbeat.protocols.addresses import ChannelError
+
+logger = logging.getLogger(__name__)
+
+REPORT_COMMAND = (sys.executable, "-m", "offbeat.lab.report.run_report")
+"""Prints the report of a run, in whose folder the learner's live page has it made."""
+LEAVES = "the actor leaves before it has joined"
+Join = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="The learner's tcp://HOST:PORT. The actor gets settings and model from it.")
+]
+Key = Annotated[str, typer.Option(metavar="FILE", help="With --join: this actor's secret key.")]
+LearnerKey = Annotated[str, typer.Option(metavar="FILE", help="With --join: the learner's public key.")]
+
+
+def train_command(arguments: Arguments = None) -> None:
+    """Run learner and actors on this machine, and write a report. Without arguments, run the quick start."""
+    configure_logs("train")
+    say_start("train")
+    config = settle_resume(expand(load_config(arguments, default=QUICKSTART)))
+    refuse_masked(config)
+    starts = choose_starts(config)
+    starts.prepare()
+    for note in look(config, "train"):
+        logger.info("%s", note)
+    plan, _ = plan_of_this_machine(config)
+    raise typer.Exit(Launcher(config, StopRequest().install(), starts, plan=plan).run())
+
+
+def learner_command(arguments: Arguments = None, preflight: Preflight = True) -> None:
+    """Run the learner alone. Start actors before or after it; they find it at `hub.address`. Writes the report at the end."""
+    configure_logs("learner")
+    say_start("learner")
+    config = settle_resume(expand(load_config(arguments)))
+    refuse_masked(config)
+    is_first_rank = launcher_rank() == 0
+    # Beside rank 0 the others would find its ports taken.
+    if preflight and is_first_rank:
+        look(config, "learner")
+    # Held until the report is written. The other ranks write only what rank 0 tells them to.
+    with locked(Path(config.run.dir)) if is_first_rank else contextlib.nullcontext():
+        _run_learner(config, is_first_rank=is_first_rank)
+
+
+def _run_learner(config: Config, *, is_first_rank: bool) -> None:
+    """Run the learner in its folder, and write the report unless a launcher does."""
+    stop = StopRequest().install()
+    folder = Path(config.run.dir)
+    is_launched = LAUNCHED_VARIABLE in os.environ
+    # Imported last: torch takes seconds, reads the prepared environment, and a mistake in the config is reported before.
+    words = "ended while the learner was starting" if is_launched else go_on(folder, "learner")
+    with stop.at_once(words), doing(logger, "importing torch and DeepSpeed"), fast_imports():
+        prepare_environment()
+        from offbeat.learner.wiring import run_learner
+
+    has_ended = True
+    try:
+        has_ended = run_learner(config, stop, REPORT_COMMAND) != "paused"
+    except (SettingError, ChannelError):
+        has_ended = False
+        raise
+    finally:
+        if has_ended and not is_launched and is_first_rank:
+            end_run(folder, "learner", stop)
+    if not has_ended:
+        logger.info("paused; %s", go_on(folder, "learner"))
+        raise typer.Exit(PAUSED_STATUS)
+
+
+def actor_command(
+    arguments: Arguments = None, preflight: Preflight = True, join: Join = "", key: Key = "", learner_key: LearnerKey = ""
+) -> None:
+    """Run one actor. You may start and stop actors at any time while the learner runs."""
+    configure_logs("actor")
+    say_start("actor")
+    stop = StopRequest().install()
+    with contextlib.ExitStack() as stack:
+        with stop.at_once(LEAVES):
+            options = _join_options(arguments, join, key, learner_key)
+            if options is None:
+                config = expand(load_config(arguments))
+            else:
+                config = stack.enter_context(joined(options, arguments or []))
+            refuse_masked(config)
+            if config.actor.name:
+                configure_logs(config.actor.name)
+            if preflight:
+                look(config, "actor" if options is None else "join")
+        # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config shows before.
+        with stop.at_once(LEAVES), doing(logger, "importing the engine"), fast_imports():
+            prepare_environment()
+            from offbeat.actor.service import run_actor
+
+        run_actor(config, stop)
+
+
+def _join_options(arguments: list[str] | None, join: str, key: str, learner_key: str) -> JoinOptions | None:
+    """Return whom to join, None without --join; raise `SettingError` for arguments that do not go with it."""
+    if join:
+        path, _ = split_arguments(arguments)
+        if path is not None:
+            raise SettingError("CONFIG", str(path), "with --join the settings come from the learner", "Leave the file out.")
+        return JoinOptions(join, key, learner_key)
+    if key or learner_key:
+        option = "--key" if key else "--learner-key"
+        raise SettingError(option, key or learner_key, "it belongs to --join", "Set hub.key and hub.learner_key instead.")
+    return None
+
+
+def import_service(command: str, engine: Literal["auto", "vllm", "transformers"]) -> None:
+    """Import what the service of a command needs, an actor with its engine, for a process that forks services."""
+    if command == "learner":
+        import offbeat.learner.wiring
+    else:
+        import offbeat.actor.service  # noqa: F401
+        from offbeat.actor.engines.choice import engine_class
+
+        engine_class(engine)
+
+
+def settle_resume(config: Config) -> Config:
+    """Return the config with `run.resume` decided, after fetching a run from its mirror where the folder holds none."""
+    folder = Path(config.run.dir)
+    if config.run.mirror and config.run.resume and not holds_work(folder):
+        from offbeat.learner.restart.mirror import fetch_run
+
+        with locked(folder):
+            fetch_run(folder, config.run.mirror)
+    return decide_resume(config)
