@@ -38,7 +38,7 @@ MAX_GREETINGS = 2
 """Invitations to say hello, without a part, after which the learner is one that knows no `RunRequest`."""
 
 
-class JoinOptions(NamedTuple):
+class RunToJoin(NamedTuple):
     """The options of `offbeat actor` that name the run to join and the keys."""
 
     address: str
@@ -55,31 +55,31 @@ class JoinOptions(NamedTuple):
 
 
 @contextlib.contextmanager
-def joined(options: JoinOptions, overrides: Sequence[str]) -> Iterator[Config]:
+def joined(run: RunToJoin, overrides: Sequence[str]) -> Iterator[Config]:
     """Yield the settings of the run with `overrides` applied, and a model folder that is there within the context.
 
     Waits for the learner as `actor.connect_timeout_s` says.
     """
-    _check(options)
-    name = load(None, overrides).actor.name or _own_name(options.key)
-    overrides = [*overrides, *options.overrides(name)]
+    _check(run)
+    name = load(None, overrides).actor.name or _own_name(run.key)
+    overrides = [*overrides, *run.overrides(name)]
     own = load(None, overrides)
     received = _receive(own.hub, name, own.actor.connect_timeout_s)
     with tempfile.TemporaryDirectory(prefix="offbeat-model-") as folder:
         write_files(received, Path(folder))
-        logger.info("received the run's settings and %d files of the model from %s", len(received.files), options.address)
+        logger.info("received the run's settings and %d files of the model from %s", len(received.files), run.address)
         yield _settings(received, [*overrides, f"model.path={folder}"])
 
 
-def _check(options: JoinOptions) -> None:
+def _check(run: RunToJoin) -> None:
     """Raise `SettingError` unless the learner will prove who it is, or nobody but this machine can pose as it."""
-    if bool(options.key) != bool(options.learner_key):
-        missing = "--learner-key" if options.key else "--key"
+    if bool(run.key) != bool(run.learner_key):
+        missing = "--learner-key" if run.key else "--key"
         raise SettingError(missing, "", "--key and --learner-key go together", "Give both: `offbeat keygen` makes them.")
-    is_local = address_file(options.address) is not None or is_loopback(options.address)
-    if not options.key and not is_local:
+    is_local = address_file(run.address) is not None or is_loopback(run.address)
+    if not run.key and not is_local:
         problem = "an actor that joins runs what the settings name, so it must know the learner, and there are no keys"
-        raise SettingError("--join", options.address, problem, "Give --key and --learner-key: `offbeat keygen` makes them.")
+        raise SettingError("--join", run.address, problem, "Give --key and --learner-key: `offbeat keygen` makes them.")
 
 
 def _own_name(key: str) -> str:

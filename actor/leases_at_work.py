@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.rewards.retries import UnavailableRewards
-from offbeat.actor.sampling import LeaseSampler, SampledGroup
+from offbeat.actor.sampling import LeaseSampler, RewardedGroup
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
 from offbeat.protocols.messages import ActorMessage, GroupDone, Lease, LeaseFailed
@@ -164,7 +164,7 @@ class LeasesAtWork:
         for outcome in self._sampler.poll():
             if self._lease_ids.pop(outcome.lease_id, 0) is not None:
                 continue
-            if isinstance(outcome, SampledGroup):
+            if isinstance(outcome, RewardedGroup):
                 self._finish(outcome)
             else:
                 self._fail(outcome.lease_id, outcome.reason, outcome.detail)
@@ -191,7 +191,7 @@ class LeasesAtWork:
         """Return the counters of episodes; empty without an environment."""
         return self._sampler.counts()
 
-    def _finish(self, group: SampledGroup) -> None:
+    def _finish(self, group: RewardedGroup) -> None:
         message, arrays = as_group(group)
         largest = max(array.nbytes for array in arrays)
         if largest > self.max_message_bytes:
@@ -217,7 +217,7 @@ class LeasesAtWork:
             self._waiting = [waiting for waiting in self._waiting if waiting.lease.lease_id != lease_id]
 
 
-def as_group(group: SampledGroup) -> tuple[GroupDone, tuple[Array, ...]]:
+def as_group(group: RewardedGroup) -> tuple[GroupDone, tuple[Array, ...]]:
     """Return the message that answers a lease, and its arrays, completions concatenated."""
     completions = group.completions
     message = GroupDone(

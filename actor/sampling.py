@@ -17,7 +17,7 @@ from offbeat.common.models.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
 
-class SampledGroup(NamedTuple):
+class RewardedGroup(NamedTuple):
     """The completions of a lease with their rewards, in the order of the group."""
 
     lease_id: int
@@ -55,7 +55,7 @@ class LeaseSampler(Protocol):
         """Take a completion from the engine."""
         ...
 
-    def poll(self) -> list[SampledGroup | SamplingFailure]:
+    def poll(self) -> list[RewardedGroup | SamplingFailure]:
         """Return the leases that have ended since the last call, each once."""
         ...
 
@@ -132,15 +132,15 @@ class SingleTurns:
         row = msgspec.json.decode(group.lease.row)
         self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
 
-    def poll(self) -> list[SampledGroup | SamplingFailure]:
-        outcomes: list[SampledGroup | SamplingFailure] = []
+    def poll(self) -> list[RewardedGroup | SamplingFailure]:
+        outcomes: list[RewardedGroup | SamplingFailure] = []
         for result in self._rewards.poll():
             group = self._groups.pop(result.key, None)
             if group is None:
                 continue
             if isinstance(result, Rewarded):
                 reward_s = self._clock() - group.started_at - group.generated_s
-                outcomes.append(SampledGroup(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
+                outcomes.append(RewardedGroup(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
             else:
                 outcomes.append(SamplingFailure(result.key, result.reason, result.detail))
         return outcomes

@@ -2,7 +2,7 @@
 
     begin(lease) -> PlayEpisode -> worker
     SampleTurn(context) from a worker -> engine.submit(tokens so far, context) -> completion -> TurnSampled -> worker
-    Ended from every member of a group -> `SampledGroup`
+    Ended from every member of a group -> `RewardedGroup`
 
 Only this side writes the tokens of an episode; history is never tokenized again. An episode that waits for its function holds
 nothing in the engine.
@@ -36,7 +36,7 @@ from offbeat.actor.environments.messages import (
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries, UnavailableRewards
-from offbeat.actor.sampling import SampledGroup, SamplingFailure
+from offbeat.actor.sampling import RewardedGroup, SamplingFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease, Sampling
@@ -106,7 +106,7 @@ class Episodes:
         self._requests: dict[str, tuple[Episode, int]] = {}
         """The episode, and the number of its turn, of each request to the engine."""
         self._closing: dict[str, _Closing] = {}
-        self._outcomes: list[SampledGroup | SamplingFailure] = []
+        self._outcomes: list[RewardedGroup | SamplingFailure] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         """The counts so far, by the names that `ActorRow.environment` explains."""
         self._has_shown_mistake = False
@@ -136,7 +136,7 @@ class Episodes:
         )
         self._workers.send(episode.name, answer)
 
-    def poll(self) -> list[SampledGroup | SamplingFailure]:
+    def poll(self) -> list[RewardedGroup | SamplingFailure]:
         for message in self._workers.poll():
             if isinstance(message, str):
                 self._take_death(message, "its worker has died")
@@ -280,7 +280,7 @@ class Episodes:
             in_order = [of_lease.ended[index] for index in range(of_lease.lease.group_size)]
             completions, rewards = zip(*in_order, strict=True)
             self._outcomes.append(
-                SampledGroup(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at)
+                RewardedGroup(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at)
             )
 
     def _fail_or_put_off(self, message: Failed) -> None:
@@ -361,7 +361,7 @@ class Episodes:
             if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
                 setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
                 self._forget(episode)
-                # SampledGroup again when it has ended: its worker may be blocked, and would hold the next attempt too.
+                # RewardedGroup again when it has ended: its worker may be blocked, and would hold the next attempt too.
                 self._close(episode.name, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
         for name, closing in list(self._closing.items()):
             if name in self._closing and now > closing.since + self._limits.close_timeout_s:

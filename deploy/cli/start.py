@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.actor.joining import JoinOptions, joined
+from offbeat.actor.joining import RunToJoin, joined
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
@@ -101,16 +101,13 @@ def actor_command(
     stop = StopRequest().install()
     with contextlib.ExitStack() as stack:
         with stop.at_once(LEAVES):
-            options = _join_options(arguments, join, key, learner_key)
-            if options is None:
-                config = expand(load_config(arguments))
-            else:
-                config = stack.enter_context(joined(options, arguments or []))
+            run = _run_to_join(arguments, join, key, learner_key)
+            config = expand(load_config(arguments)) if run is None else stack.enter_context(joined(run, arguments or []))
             refuse_masked(config)
             if config.actor.name:
                 configure_logs(config.actor.name)
             if preflight:
-                look(config, "actor" if options is None else "join")
+                look(config, "actor" if run is None else "join")
         # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config shows before.
         with stop.at_once(LEAVES), doing(logger, "importing the engine"), fast_imports():
             prepare_environment()
@@ -119,13 +116,13 @@ def actor_command(
         run_actor(config, stop)
 
 
-def _join_options(arguments: list[str] | None, join: str, key: str, learner_key: str) -> JoinOptions | None:
-    """Return whom to join, None without --join; raise `SettingError` for arguments that do not go with it."""
+def _run_to_join(arguments: list[str] | None, join: str, key: str, learner_key: str) -> RunToJoin | None:
+    """Return the run to join, None without --join; raise `SettingError` for arguments that do not go with it."""
     if join:
         path, _ = split_arguments(arguments)
         if path is not None:
             raise SettingError("CONFIG", str(path), "with --join the settings come from the learner", "Leave the file out.")
-        return JoinOptions(join, key, learner_key)
+        return RunToJoin(join, key, learner_key)
     if key or learner_key:
         option = "--key" if key else "--learner-key"
         raise SettingError(option, key or learner_key, "it belongs to --join", "Set hub.key and hub.learner_key instead.")

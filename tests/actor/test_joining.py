@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.actor.joining import JoinOptions, joined
+from offbeat.actor.joining import RunToJoin, joined
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, RolloutSection
 from offbeat.common.settings.loading import resolved_toml
@@ -47,15 +47,15 @@ def serving(settings: JoinSettings, key: KeyPair | None = None, allowed: AllowLi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (JoinOptions("tcp://127.0.0.1:1", "a.key", ""), ("--learner-key", "go together")),
-        (JoinOptions("tcp://127.0.0.1:1", "", "learner.pub"), ("--key", "go together")),
-        (JoinOptions("tcp://learner:5700", "", ""), ("--join", "tcp://learner:5700", "keygen")),
-        (JoinOptions("tcp://10.0.0.1:5700", "", ""), ("--join", "must know the learner")),
-        (JoinOptions("tcp://127.0.0.1:1", "absent.key", "learner.pub"), ("--key", "absent.key")),
+        (RunToJoin("tcp://127.0.0.1:1", "a.key", ""), ("--learner-key", "go together")),
+        (RunToJoin("tcp://127.0.0.1:1", "", "learner.pub"), ("--key", "go together")),
+        (RunToJoin("tcp://learner:5700", "", ""), ("--join", "tcp://learner:5700", "keygen")),
+        (RunToJoin("tcp://10.0.0.1:5700", "", ""), ("--join", "must know the learner")),
+        (RunToJoin("tcp://127.0.0.1:1", "absent.key", "learner.pub"), ("--key", "absent.key")),
     ],
     ids=["no learner's key", "no key", "host name", "address", "no file"],
 )
-def test_actor_joins_no_learner_that_it_cannot_know(options: JoinOptions, words: tuple[str, ...]) -> None:
+def test_actor_joins_no_learner_that_it_cannot_know(options: RunToJoin, words: tuple[str, ...]) -> None:
     with pytest.raises(SettingError) as raised, joined(options, []):
         pass
     assert [word for word in words if word not in str(raised.value)] == []
@@ -75,7 +75,7 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
     own, allowed = (read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")) if key else (None, None)
     settings = resolved_toml(Config(rollout=RolloutSection(temperature=0.7)))
     with serving(JoinSettings("0.1.0", settings, {"config.json": b"{}"}), own, allowed) as address:
-        options = JoinOptions(address, str(file or ""), str(keys / "learner.pub") if key else "")
+        options = RunToJoin(address, str(file or ""), str(keys / "learner.pub") if key else "")
         with joined(options, [*overrides, "reward_workers=3"]) as config:
             assert config.actor.name == name
             assert (config.rollout.temperature, config.actor.reward_workers) == (0.7, 3)
@@ -88,5 +88,5 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
 @pytest.mark.parametrize(("software", "kind"), [("99.0", ServiceError), ("", SettingError)], ids=["another release", "same"])
 def test_setting_of_another_release_is_told_from_a_mistake(software: str, kind: type[Exception]) -> None:
     settings = JoinSettings(software or importlib.metadata.version("offbeat"), "[rollout]\nfrom_tomorrow = 1\n", {})
-    with serving(settings) as address, pytest.raises(kind, match="from_tomorrow"), joined(JoinOptions(address, "", ""), []):
+    with serving(settings) as address, pytest.raises(kind, match="from_tomorrow"), joined(RunToJoin(address, "", ""), []):
         pass

@@ -104,7 +104,7 @@ class Loop:
         self._episodes.begin(lease, self._prompt)
 
     def _step(self) -> list[Any]:
-        from offbeat.actor.sampling import SampledGroup
+        from offbeat.actor.sampling import RewardedGroup
 
         if self._engine.num_unfinished:
             for completion in self._engine.step():
@@ -112,7 +112,7 @@ class Loop:
         else:
             time.sleep(0.001)
         outcomes = self._episodes.poll()
-        assert all(isinstance(one, SampledGroup) for one in outcomes), outcomes
+        assert all(isinstance(one, RewardedGroup) for one in outcomes), outcomes
         return outcomes
 
 

@@ -24,7 +24,7 @@ from offbeat.actor.environments.messages import (
 )
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.leases_at_work import as_group
-from offbeat.actor.sampling import SampledGroup, SamplingFailure
+from offbeat.actor.sampling import RewardedGroup, SamplingFailure
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.messages import Lease, Sampling
@@ -142,7 +142,7 @@ def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
     assert game.engine.submitted["7/0/0/2"] == ([*PROMPT, 5, 6, 9, 9], Sampling(3))
     game.sampled("7/0/0", 2, [7, 8, 4], ((3, 0), (4, 2)))
     (played,) = game.poll(ended("7/0/0", 0.5, turns=2.0))
-    assert isinstance(played, SampledGroup)
+    assert isinstance(played, RewardedGroup)
     (completion,) = played.completions
     assert completion.token_ids.tolist() == [5, 6, 7, 8, 4]
     assert completion.context_ids.tolist() == [9, 9]
@@ -318,7 +318,7 @@ def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_
     game.poll(sample("7/0/4"))
     game.sampled("7/0/4", 1, [6])
     (played,) = game.poll(ended("7/0/4"))
-    assert isinstance(played, SampledGroup)
+    assert isinstance(played, RewardedGroup)
     assert game.episodes.trouble() is None
 
 
@@ -391,7 +391,7 @@ def test_function_that_takes_too_long_is_cancelled_and_played_again_once_it_has_
     game.poll(sample("7/0/1"))
     game.sampled("7/0/1", 1, [6])
     (played,) = game.poll(ended("7/0/1"))
-    assert isinstance(played, SampledGroup)
+    assert isinstance(played, RewardedGroup)
 
 
 def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_once_for_it() -> None:

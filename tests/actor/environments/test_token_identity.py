@@ -15,7 +15,7 @@ from offbeat.actor.engines.engine import Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, PlayEpisode, SampleTurn, ToWorker, TurnSampled
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.sampling import SampledGroup
+from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.models.folders import hash_model
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease, Sampling
@@ -128,7 +128,7 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
         if num_steps % 7 == 0:
             versions[len(versions)] = weights_of(model, len(versions))
             engine.load_weights(buffer_of(versions[len(versions) - 1]), len(versions) - 1, recompute_kv=True)
-    assert isinstance(played[0], SampledGroup)
+    assert isinstance(played[0], RewardedGroup)
     seen, kinds = set[int](), set[int]()
     for completion in played[0].completions:
         reads = read_by_turns(prompt, completion.turns, completion.context_ids, completion.token_ids)

@@ -7,7 +7,7 @@ from offbeat.actor.engines.engine import Completion
 from offbeat.actor.judges.client import handed_to_processes
 from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.sampling import SampledGroup
+from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello
 from offbeat.protocols.payload import Segment, decode_experts
@@ -218,7 +218,7 @@ def test_a_group_has_the_experts_of_its_prompt_once() -> None:
         ids, logprobs = np.ones(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
         return Completion("1/0", ids, logprobs, "stop", (Segment(0, 0),), experts=experts)
 
-    played = SampledGroup(1, (completion(3, 0), completion(1, 20), completion(2, 40)), (Reward(0.0),) * 3, 0.0)
+    played = RewardedGroup(1, (completion(3, 0), completion(1, 20), completion(2, 40)), (Reward(0.0),) * 3, 0.0)
     done, arrays = as_group(played)
     assert done.experts is not None
     assert done.experts.num_prompt_tokens == 2

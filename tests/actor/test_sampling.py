@@ -6,7 +6,7 @@ import numpy as np
 
 from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.rewards.runner import RewardRunner
-from offbeat.actor.sampling import SampledGroup, SingleTurns
+from offbeat.actor.sampling import RewardedGroup, SingleTurns
 from offbeat.protocols.messages import Lease, Sampling
 from tests.actor.actor_harness import FakeEngine, FakeRewards, FakeTokenizer
 
@@ -32,7 +32,7 @@ def test_seconds_of_generation_and_rewards_follow_each_other() -> None:
             play.add(completion)
     now += 0.5
     (played,) = play.poll()
-    assert isinstance(played, SampledGroup)
+    assert isinstance(played, RewardedGroup)
     message, arrays = as_group(played)
     assert (message.generate_s, message.reward_s) == (3.0, 0.5)
     assert np.array_equal(arrays[0], [1, 0, 1, 1])
