@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_INTERVAL_S = 1.0
 """Seconds between two hellos that are not answered."""
+FIRST_LOG_WAITING_S = 3.0
+"""Seconds after which an actor that waits for the learner says so for the first time, with the reason where it is known."""
 LOG_WAITING_INTERVAL_S = 30.0
 """Seconds between two log lines of an actor that waits for the learner."""
 
@@ -71,7 +73,7 @@ class LearnerContact:
         self._searching_since = now
         self._hello_at = float("-inf")
         self._heartbeat_at = float("-inf")
-        self._logged_waiting_at = now
+        self._log_waiting_at = now + FIRST_LOG_WAITING_S
 
     @property
     def is_welcome(self) -> bool:
@@ -116,6 +118,7 @@ class LearnerContact:
         """Start to look for the learner again."""
         # Since now, not since the last message: an actor that was suspended must not give up before it has looked.
         self._searching_since = self._clock()
+        self._log_waiting_at = self._searching_since + FIRST_LOG_WAITING_S
         self._is_welcome = False
 
     def reconnect_if_silent(self) -> None:
@@ -197,8 +200,8 @@ class LearnerContact:
             raise RefusedError(
                 f"no learner answered at {self._address} for {searching_s:.0f} s (actor.connect_timeout_s): {cure}"
             )
-        if self._clock() - self._logged_waiting_at > LOG_WAITING_INTERVAL_S:
-            self._logged_waiting_at = self._clock()
+        if self._clock() >= self._log_waiting_at:
+            self._log_waiting_at = self._clock() + LOG_WAITING_INTERVAL_S
             refusal = self._link.refusal()
             reason = "" if refusal is None else f": {refusal}"
             logger.info("waiting for the learner at %s, %.0f s so far%s", self._address, searching_s, reason)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.actor.contact import LOG_WAITING_INTERVAL_S, RefusedError
+from offbeat.actor.contact import FIRST_LOG_WAITING_S, LOG_WAITING_INTERVAL_S, RefusedError
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.hub_keys import keys_of_peer
@@ -144,7 +144,7 @@ class JoinReceiver:
         Consumes: parts. Waits for: the next one, looking every `LOOK_S`. Unblocked by: it, or `patience_s`. Raises
         `RefusedError` where the learner has no join settings for this actor or does not answer, `RunOverError` after the run.
         """
-        logged_at = self._clock()
+        log_at = self._clock() + FIRST_LOG_WAITING_S
         while len(self._parts) != self._num_parts:
             self._link.follow()
             self._ask()
@@ -152,8 +152,8 @@ class JoinReceiver:
             now = self._clock()
             if self._patience_s and now - self._moved_at > self._patience_s:
                 raise RefusedError(f"{self._silence(now)} (actor.connect_timeout_s)")
-            if now - logged_at > LOG_WAITING_INTERVAL_S:
-                logged_at = now
+            if now >= log_at:
+                log_at = now + LOG_WAITING_INTERVAL_S
                 logger.info("%s", self._silence(now))
         content = b"".join(self._parts)
         if hashlib.sha256(content).hexdigest() != self._digest:

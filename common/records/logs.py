@@ -155,8 +155,8 @@ def bound_log(path: Path, max_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def doing(logger: logging.Logger, what: str) -> Iterator[None]:
-    """Log `what` is begun now, and every `STILL_S` that it is still going on, with the seconds so far.
+def doing(logger: logging.Logger, what: str, progress: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Log `what` is begun now, and every `STILL_S` that it is still going on, with the seconds so far and the progress.
 
     Use it for work of unknown length during which the process says nothing else.
     """
@@ -166,7 +166,7 @@ def doing(logger: logging.Logger, what: str) -> Iterator[None]:
 
     def tell() -> None:
         while not ended.wait(STILL_S):
-            logger.info("still %s, %.0f s so far", what, time.monotonic() - started)
+            logger.info("still %s, %.0f s so far%s", what, time.monotonic() - started, progress())
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()

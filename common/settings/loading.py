@@ -298,19 +298,31 @@ def _parse_value(raw: str, field: FieldInfo) -> Any:
 def _find_field(section_name: str, key: str) -> FieldInfo:
     sections = _sections()
     if section_name not in sections:
-        raise SettingError("section", section_name, "no section has this name", _did_you_mean(section_name, sections))
+        others = _settings_with(key) or _settings_with(section_name)
+        cure = f"Did you mean {' or '.join(others)}?" if others else _did_you_mean(section_name, sections)
+        raise SettingError("section", section_name, "no section has this name", cure)
     fields = _fields(section_name)
     if key not in fields:
         elsewhere = [f"{name}.{key}" for name in sections if key in _fields(name)]
-        cure = f"Did you mean {elsewhere[0]}?" if elsewhere else _did_you_mean(key, fields, f"{section_name}.")
+        found = _did_you_mean(key, fields, f"{section_name}.", others=_settings_with(key))
+        cure = f"Did you mean {elsewhere[0]}?" if elsewhere else found
         raise SettingError("setting", f"{section_name}.{key}", "no setting has this name", cure)
     return fields[key]
 
 
-def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+def _settings_with(word: str) -> list[str]:
+    """Return the settings that have a word in their name, a part of a word not counted."""
+    return [setting for setting in setting_names() if word and word in re.split(r"[._]", setting)]
+
+
+def _did_you_mean(name: str, known: Iterable[str], prefix: str = "", *, others: Sequence[str] = ()) -> str:
+    """Return the name that is spelled alike, else other settings that may be meant, else all names."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean {prefix}{close[0]}?" if close else f"The known names are: {', '.join(known)}."
+    # Below this share of equal letters names have little to do with each other: `stop` and `top_p`.
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if close:
+        return f"Did you mean {prefix}{close[0]}?"
+    return f"Did you mean {' or '.join(others)}?" if others else f"The known names are: {', '.join(known)}."
 
 
 def _convert(data: dict[str, Any]) -> Config:

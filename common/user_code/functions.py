@@ -33,8 +33,8 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
         module = importlib.import_module(module_name)
     # Importing runs the user's code, which may also call `sys.exit`: that must not end this program without a word.
     except (Exception, SystemExit) as error:
-        problem = _import_problem(error, module_name)
-        raise SettingError(setting, path, problem, "Name it as module:function.") from error
+        problem, cure = _import_problem(error, module_name)
+        raise SettingError(setting, path, problem, cure) from error
     function = vars(module).get(function_name)
     if function is None:
         raise SettingError(setting, path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
@@ -52,10 +52,15 @@ def located(error: BaseException) -> str:
     return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
-def _import_problem(error: BaseException, module_name: str) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-        return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
-    return f"importing it raised {located(error)}"
+def _import_problem(error: BaseException, module_name: str) -> tuple[str, str]:
+    """Return why a module cannot be imported, and what to do."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module_name}.".startswith(f"{missing}."):
+        return f"there is no module {missing!r} in {Path.cwd()}, and none installed", "Name it as module:function."
+    problem = f"importing it raised {located(error)}"
+    if missing:
+        return problem, f"Install {missing!r} in the environment of offbeat ({sys.prefix}), or correct the import."
+    return problem, "Correct the module."
 
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:

@@ -38,7 +38,10 @@ def check_ports(config: Config) -> Iterator[Finding]:
     setting = "hub.bind" if config.hub.bind else "hub.address"
     problem = _bind_problem(host, int(port))
     if problem:
-        yield mistake(setting, bind, problem, "End the process that has it, or choose an address and port of this machine.")
+        cure = "End the process that has it, or choose another port."
+        if "in use" not in problem:
+            cure = "Choose an address and port of this machine; actors elsewhere reach it under hub.address."
+        yield mistake(setting, bind, problem, cure)
     for name, number in (("weights.port", config.weights.port), ("weights.pull_port", config.weights.pull_port)):
         problem = _bind_problem(host, number) if number else None
         if problem:

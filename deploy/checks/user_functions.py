@@ -130,7 +130,13 @@ def _call_loss(path: str) -> None:
     import torch
 
     policy = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
-    function(policy, torch.tensor([[-1.5, -2.0], [-0.25, 0.0]]), *_stand_ins())
+    mask, advantages = _stand_ins()
+    losses = function(policy, torch.tensor([[-1.5, -2.0], [-0.25, 0.0]]), mask, advantages)
+    losses.masked_fill(~mask, 0.0).sum().backward()
+    for what, numbers in (("losses", losses), ("gradients", policy.grad)):
+        if numbers is not None and not numbers[mask].isfinite().all():
+            problem = f"for finite log-probs and advantages, its {what} are not all finite: {numbers[mask].tolist()}"
+            raise SettingError("loss.function", path, problem, "Correct the function: such a step would be left out.")
 
 
 def _call_correction(path: str) -> None:

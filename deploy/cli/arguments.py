@@ -89,7 +89,11 @@ def read_config_of_run(arguments: list[str] | None) -> Config:
     """Return the config that a command line names by its file or by the run's folder, with overrides applied."""
     arguments = list(arguments or [])
     if arguments and Path(arguments[0]).is_dir():
-        arguments[0] = str(Path(arguments[0]) / CONFIG_FILE)
+        file = Path(arguments[0]) / CONFIG_FILE
+        if not file.exists():
+            problem = f"there is no run in it yet: a learner writes {CONFIG_FILE} when it has started"
+            raise SettingError("RUN", arguments[0], problem, "Try again in a moment, or name the folder of another run.")
+        arguments[0] = str(file)
     return read_config(arguments)
 
 
@@ -122,6 +126,12 @@ def split_numbers(option: str, text: str, *, at_least: int) -> list[int]:
     if numbers and min(numbers) < at_least:
         raise SettingError(option, text, f"{min(numbers)} is below {at_least}", f"Give numbers of at least {at_least}.")
     return numbers
+
+
+def say_page(page: Path) -> None:
+    """Print the path of a page that was written, and how to look at it, which programs that read the path do not get."""
+    typer.echo(page)
+    typer.echo(f"wrote {page}; open it in a browser: {page.resolve().as_uri()}", err=True)
 
 
 def start_time() -> str:

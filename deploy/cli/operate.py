@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS, StopRequest
+from offbeat.common.records.run_folder import LAUNCH_FILE
 from offbeat.deploy.cli.arguments import Operator, read_config_of_run
 from offbeat.deploy.operating.link import open_link_to
-from offbeat.deploy.operating.set import refuse_large_changes, requested, tune
+from offbeat.deploy.operating.set import refuse_large_changes, requested, say_who_follows, tune
 from offbeat.deploy.operating.status import Asked, print_status, watch_status
 
 
@@ -64,5 +65,10 @@ def scale_command(
     `offbeat train` or `offbeat reconcile` then starts actors, or asks the newest to leave.
     """
     config = read_config_of_run([run])
-    is_changed = tune(open_link_to(config.hub, operator), config.hub.address, {"scale.actors": str(actors)})
+    open_link = open_link_to(config.hub, operator)
+    is_changed = tune(open_link, config.hub.address, {"scale.actors": str(actors)})
+    folder = Path(run) if Path(run).is_dir() else Path(config.run.dir)
+    # A run with this file has a launcher, which follows the number.
+    if is_changed and not (folder / LAUNCH_FILE).exists():
+        say_who_follows(open_link, config.hub.address, actors)
     raise typer.Exit(0 if is_changed else USER_ERROR_STATUS)

@@ -9,7 +9,7 @@ import typer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.logs import configure_logs
-from offbeat.deploy.cli.arguments import RunFolder
+from offbeat.deploy.cli.arguments import RunFolder, say_page
 
 
 def report_command(run: RunFolder) -> None:
@@ -17,7 +17,7 @@ def report_command(run: RunFolder) -> None:
     from offbeat.lab.report.run_report import write_report
 
     try:
-        typer.echo(write_report(run))
+        say_page(write_report(run))
     except FileNotFoundError as error:
         raise SettingError("RUN", str(run), str(error), "Name the folder of a run.") from error
 
@@ -48,7 +48,7 @@ def compare_command(
     """Write one self-contained page that compares runs: their curves in one plot, and the settings that differ."""
     from offbeat.lab.comparison.comparison_page import write_comparison
 
-    typer.echo(write_comparison(runs, out))
+    say_page(write_comparison(runs, out))
 
 
 def samples_command(
@@ -150,4 +150,7 @@ def export_command(
 
     configure_logs("export")
     prepare_environment()
-    typer.echo(export(run, step=step, out=out, only_adapter=adapter))
+    folder = export(run, step=step, out=out, only_adapter=adapter)
+    typer.echo(folder)
+    loads = "peft loads it onto the base model" if adapter else "transformers and vLLM load it by its path"
+    typer.echo(f"wrote {folder}; {loads}", err=True)

@@ -92,6 +92,20 @@ def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool
     return True
 
 
+def say_who_follows(open_link: OpenLink, address: str, wanted: int) -> None:
+    """Say how many actors a run without a launcher has, and who brings their number to `wanted`."""
+    with open_link() as link:
+        num_connected = len(ask(link, address, StatusRequest(), StatusReport).members)
+    if num_connected == wanted:
+        return
+    itself = f"start {wanted - num_connected} with `offbeat actor`" if num_connected < wanted else "end the others"
+    print(
+        f"{num_connected} actors are connected, {wanted} are wanted. This run was started without a launcher, so their number "
+        f"only changes where `offbeat reconcile` runs; if it does not, {itself} yourself",
+        file=sys.stderr,
+    )
+
+
 def _who() -> str:
     try:
         user = getpass.getuser()

@@ -40,10 +40,13 @@ def load_loss(path: str) -> OwnLoss:
             losses = function(policy, anchor, mask, advantages)
         except Exception as error:  # the user's code
             raise SettingError("loss.function", path, f"it raised {located(error)}", "Correct the function.") from error
-        shape = getattr(losses, "shape", None)
+        shape = losses.shape if isinstance(losses, type(policy)) else None
         if shape != policy.shape:
             problem = f"it returned {_shape_in_words(shape)} for log-probs of the shape {tuple(policy.shape)}"
             raise SettingError("loss.function", path, problem, "Return the loss of each token.")
+        if policy.requires_grad and not losses.requires_grad:
+            problem = "its losses have no gradient with respect to policy_logprobs, so nothing would be learned"
+            raise SettingError("loss.function", path, problem, "Compute them from policy_logprobs, without detach().")
         return losses
 
     return own_loss

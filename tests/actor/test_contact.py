@@ -47,6 +47,19 @@ def test_hello_has_the_hashes_of_the_code_that_rewards(
             assert list(learner.wait(Hello).sources) == names
 
 
+def test_wait_for_a_learner_is_told_within_five_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    times = [0.0]
+    hub = HubSection(address="tcp://127.0.0.1:1")
+    with Link(hub.address, identity=PEER, max_message_bytes=LIMIT) as link:
+        contact = LearnerContact(link, IDENTITY, Config(hub=hub), ENGINE, clock=lambda: times[-1])
+        for now in (0.0, 1.0, 3.0, 5.0, 20.0, 34.0):
+            times.append(now)
+            contact.say_hello(())
+    waits = [text for text in caplog.messages if text.startswith("waiting for the learner at tcp://127.0.0.1:1")]
+    assert [text.partition(", ")[2][:4] for text in waits] == ["3 s ", "34 s"]
+
+
 def test_heartbeat_lists_what_is_held_and_the_newest_lease_it_knows_of(learner: Learner) -> None:
     with actor_of(learner) as actor:
         learner.welcome()

@@ -90,3 +90,20 @@ def test_setting_of_another_release_is_told_from_a_mistake(software: str, kind: 
     settings = JoinSettings(software or importlib.metadata.version("offbeat"), "[rollout]\nfrom_tomorrow = 1\n", {})
     with serving(settings) as address, pytest.raises(kind, match="from_tomorrow"), joined(RunToJoin(address, "", ""), []):
         pass
+
+
+def test_actor_whose_key_is_not_allowed_says_within_five_seconds_which_line_to_add(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, ["actor-0", "actor-1"])
+    (keys / "allowed_keys").write_text((keys / "allowed_keys").read_text().partition("actor-1")[0].rpartition("\n")[0] + "\n")
+    own, allowed = read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")
+    caplog.set_level("INFO")
+    with serving(JoinSettings("0.1.0", resolved_toml(Config()), {}), own, allowed) as address:
+        options = RunToJoin(address, str(keys / "actor-1.key"), str(keys / "learner.pub"))
+        with pytest.raises(ServiceError, match="does not know the key"), joined(options, ["actor.connect_timeout_s=5"]):
+            pass
+    waits = [record.getMessage() for record in caplog.records if "did not answer for" in record.getMessage()]
+    line = read_key_pair(keys / "actor-1.key").owner.line()
+    assert len(waits) == 1 and f"add the line `{line}` to its hub.allowed_keys" in waits[0]

@@ -6,6 +6,8 @@ A recipe is a task's rows, and a tiny model that was shown how to play it, well 
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -13,7 +15,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.quickstart.calculator import Calculator
 from offbeat.deploy.local.quickstart.expressions import Expressions
@@ -29,6 +32,9 @@ from offbeat.deploy.local.quickstart.lookup import Lookup
 from offbeat.deploy.local.quickstart.reversal import Reversal
 
 logger = logging.getLogger(__name__)
+
+_UNFINISHED_S = 10.0
+"""Age of a folder that is being made from which its lock says whether its process lives."""
 
 
 class Task(Protocol):
@@ -79,16 +85,21 @@ class Recipe(NamedTuple):
         """The placeholder without braces."""
         return f"{self.task.name}_moe" if self.moe else self.task.name
 
-    def make(self, folder: Path) -> None:
-        """Write model/, train.jsonl and eval.jsonl."""
+    def make(self, folder: Path, on_step: Callable[[int], None] = lambda step: None) -> None:
+        """Write model/, train.jsonl and eval.jsonl. `on_step` is called with each supervised step's number."""
         generator = random.Random(self.seed)
         lines = [msgspec.json.encode(row) + b"\n" for row in islice(self.task.rows(generator), self.num_train + self.num_eval)]
         (folder / "eval.jsonl").write_bytes(b"".join(lines[: self.num_eval]))
         (folder / "train.jsonl").write_bytes(b"".join(lines[self.num_eval :]))
-        batches = ([self.task.shown(generator) for _ in range(self.warm_start_rows)] for _ in range(self.warm_start_steps))
+
+        def batches() -> Iterator[list[tuple[Sequence[str], str]]]:
+            for step in range(self.warm_start_steps):
+                on_step(step)
+                yield [self.task.shown(generator) for _ in range(self.warm_start_rows)]
+
         warm_start(
             folder / "model",
-            batches,
+            batches(),
             num_steps=self.warm_start_steps,
             alphabet=self.task.alphabet,
             chat_template=self.task.chat_template,
@@ -117,16 +128,23 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
 
     The folder appears complete or not at all, also when several processes make it at the same time.
     """
+    _delete_unfinished(folder)
     if folder.exists():
         return False
-    logger.info("making the model and data of {%s}, once, in about ten seconds: %s", recipe.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    newest_step: list[int] = []
+
+    def progress() -> str:
+        return f", step {newest_step[-1]} of {recipe.warm_start_steps}" if newest_step else ", loading PyTorch"
+
+    what = f"making the model and data of {{{recipe.name}}}, once for this machine, in {folder}"
     try:
-        prepare_environment()
-        # mkdtemp makes folders that only their owner can read, but a cache may be shared.
-        building.chmod(0o755)
-        recipe.make(building)
+        with doing(logger, what, progress), _held(building):
+            prepare_environment()
+            # mkdtemp makes folders that only their owner can read, but a cache may be shared.
+            building.chmod(0o755)
+            recipe.make(building, newest_step.append)
         try:
             building.rename(folder)
         except OSError:
@@ -137,6 +155,32 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
         return True
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(building: Path) -> Iterator[None]:
+    """Lock a folder that is being made. The kernel frees the lock when the process ends in any way."""
+    descriptor = os.open(building, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """Delete what processes left that were killed while they made `folder`."""
+    for building in folder.parent.glob(f"{folder.name}-*"):
+        with contextlib.suppress(OSError):
+            # One that was made just now may not be locked yet.
+            if time.time() - building.stat().st_mtime < _UNFINISHED_S:
+                continue
+            descriptor = os.open(building, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(building, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def is_made(config: Config) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.settings.loading import (
@@ -74,6 +75,9 @@ def test_override_is_read_as_toml_and_else_as_text(override: str, section: str, 
         ("train.max_staleness=3", ["train.max_staleness", "Did you mean staleness.max_staleness?"]),
         ("trian.num_steps=3", ["trian", "Did you mean train?"]),
         ("train.zzz=3", ["train.zzz", "The known names are:", "learning_rate"]),
+        ("log.wandb=true", ["log.wandb", "Did you mean metrics.wandb_project?"]),
+        ("tracking.wandb=true", ["tracking", "Did you mean metrics.wandb_project?"]),
+        ("rollout.stop=1", ["rollout.stop", "The known names are:"]),
         ("num_step=3", ["num_step", "Did you mean train.num_steps?"]),
         ("clip=3", ["2 sections have a setting of this name", "reward.clip or advantage.clip"]),
         ("train=3", ["this is a section", "train.num_steps"]),
@@ -320,3 +324,10 @@ def test_one_evaluation_set_is_a_path_and_several_are_a_table() -> None:
 def test_key_of_several_sections_is_described_for_each() -> None:
     assert [row.setting for row in explanations("temperature")] == ["rollout.temperature", "evaluation.temperature"]
     assert [row.setting for row in explanations("num_steps")] == ["train.num_steps"]
+
+
+def test_learning_rate_that_breaks_a_model_is_warned_about() -> None:
+    config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=50"])
+    assert any(text.startswith("train.learning_rate = 50: AdamW moves") for text in check(complete(config)))
+    config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=1e-3"])
+    assert not any("learning_rate" in text for text in check(complete(config)))

@@ -15,6 +15,7 @@ from offbeat.common.user_code.functions import load_function
         ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
         ("raise SystemExit('usage: my_rewards DATA')\n", "SystemExit: usage: my_rewards DATA"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("import nothere\n", "ModuleNotFoundError: No module named 'nothere'"),
     ],
 )
 def test_a_module_that_ends_the_program_when_imported_is_the_users_mistake(
@@ -28,6 +29,7 @@ def test_a_module_that_ends_the_program_when_imported_is_the_users_mistake(
         load_function(f"{name}:reward", setting="task.reward", parameters=("prompt", "completion", "row"))
     assert f"importing it raised {words}" in str(raised.value)
     assert f"{name}.py:{len(source.splitlines())})" in str(raised.value)
+    assert ("Install 'nothere'" in str(raised.value)) == ("nothere" in source)
 
 
 def test_function_of_the_main_script_is_refused_with_the_cure() -> None:

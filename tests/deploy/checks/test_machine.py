@@ -1,14 +1,23 @@
-"""Checks of the machine that need no port or disk, on GPUs that are not there."""
+"""Checks of the machine, on GPUs and disks that are not there."""
 
 import importlib.metadata
 import json
+import shutil
+import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TaskSection
-from offbeat.deploy.checks.machine import check_companions, check_devices, check_variables, show_devices
+from offbeat.common.settings.config import Config, HubSection, LaunchSection, ModelSection, TaskSection
+from offbeat.deploy.checks.machine import (
+    check_companions,
+    check_devices,
+    check_folder,
+    check_ports,
+    check_variables,
+    show_devices,
+)
 from offbeat.deploy.local.devices import inventory
 from offbeat.deploy.local.devices.inventory import Device
 from offbeat.deploy.local.devices.memory import engine_need, learner_need, sizes_of
@@ -118,3 +127,29 @@ def test_rank_0_that_takes_its_address_for_loopback_is_a_mistake_where_ranks_are
     assert ["its own loopback (127.0.1.1)" in text for text in found] == [True] * said
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert list(check_variables(CONFIG)) == []
+
+
+def test_address_of_another_machine_and_a_taken_port_have_cures_of_their_own() -> None:
+    def found(address: str) -> str:
+        (finding,) = check_ports(msgspec.structs.replace(CONFIG, hub=HubSection(address=address)))
+        return finding.text
+
+    assert "is no address of this machine. Choose an address and port of this machine" in found("tcp://192.0.2.7:5700")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "End the process that has it, or choose another port" in found(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(("free_gb", "kind"), [(100, "note"), (1, "warning")])
+def test_disk_that_checkpoints_take_is_named(free_gb: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
+    run = msgspec.structs.replace(CONFIG.run, dir=str(tmp_path / "run"))
+    config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path)), run=run)
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_gb << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    (finding,) = check_folder(config)
+    one_mb = 16 * sizes_of(QWEN3_600M).num_parameters >> 20
+    assert finding.kind == kind
+    assert finding.text.startswith(f"a checkpoint takes up to {one_mb:,} MB, and up to 4 lie in run.dir at once")
+    assert ("but its disk has 1,024 MB free" in finding.text) == (kind == "warning")
+    train = msgspec.structs.replace(config.train, checkpoint_interval=0)
+    assert list(check_folder(msgspec.structs.replace(config, train=train))) == []

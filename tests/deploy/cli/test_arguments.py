@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.deploy.cli.arguments import split_arguments, split_list, split_numbers
+from offbeat.deploy.cli.arguments import read_config_of_run, say_page, split_arguments, split_list, split_numbers
 
 
 def test_list_has_no_blanks_and_no_empty_parts() -> None:
@@ -33,3 +33,18 @@ def test_first_argument_is_the_config_file_unless_it_is_a_setting(tmp_path: Path
     file = tmp_path / "seed=1.toml"
     file.touch()
     assert split_arguments([str(file)]) == (file, [])
+
+
+def test_folder_whose_learner_has_not_started_is_no_mistake_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "launch.toml").touch()
+    with pytest.raises(SettingError, match=r"there is no run in it yet.*Try again in a moment"):
+        read_config_of_run([str(tmp_path)])
+
+
+def test_page_that_was_written_is_printed_alone_and_said_how_to_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_page(tmp_path / "page.html")
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/page.html\n"
+    assert said.err == f"wrote {tmp_path}/page.html; open it in a browser: file://{tmp_path}/page.html\n"

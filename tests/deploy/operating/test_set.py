@@ -11,7 +11,7 @@ import pytest
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.loading import load
 from offbeat.deploy.operating import link as questions
-from offbeat.deploy.operating.set import large_changes, refuse_large_changes, requested, tune
+from offbeat.deploy.operating.set import large_changes, refuse_large_changes, requested, say_who_follows, tune
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, SettingChange, StatusRequest
 from tests.deploy.operating.operator_desk import REPORT, Desk
@@ -138,3 +138,15 @@ def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(
     result = services.run("set", config, "max_stalenes=8")
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: setting = ")
+
+
+def test_number_of_actors_that_no_launcher_follows_is_said_to_need_somebody(
+    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desks.append(Desk(tmp_path / "keys", REPORT))
+    say_who_follows(desks[0].open_link, desks[0].address, 4)
+    said = capsys.readouterr().err
+    assert said.startswith("2 actors are connected, 4 are wanted")
+    assert "`offbeat reconcile`" in said and "start 2 with `offbeat actor` yourself" in said
+    say_who_follows(desks[0].open_link, desks[0].address, 2)
+    assert capsys.readouterr().err == ""

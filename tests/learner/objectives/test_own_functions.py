@@ -33,6 +33,15 @@ def raises(policy_logprobs, anchor_logprobs, completion_mask, advantages):
 def summed(policy_logprobs, anchor_logprobs, completion_mask, advantages):
     return policy_logprobs.sum()
 
+def not_a_number(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return policy_logprobs * float("nan")
+
+def steep(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return (policy_logprobs - policy_logprobs.detach()).abs().sqrt()
+
+def detached(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return policy_logprobs.detach() * advantages
+
 def number(policy_logprobs, anchor_logprobs, completion_mask, advantages):
     return 0.0
 
@@ -212,6 +221,19 @@ def test_functions_that_fail_when_called_are_found_before_anything_starts() -> N
         advantage=AdvantageSection(function="own_objective:ranks"),
     )
     assert list(check_learner_functions(good)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("not_a_number", "its losses are not all finite"),
+        ("steep", "its gradients are not all finite"),
+        ("detached", "its losses have no gradient with respect to policy_logprobs"),
+    ],
+)
+def test_loss_from_which_nothing_can_be_learned_is_found_before_anything_starts(name: str, words: str) -> None:
+    (found,) = check_learner_functions(Config(loss=LossSection(function=f"wrong_functions:{name}")))
+    assert found.kind == "mistake" and words in found.text
 
 
 def test_own_advantages_beside_a_critic_are_refused() -> None:

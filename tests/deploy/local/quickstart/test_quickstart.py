@@ -1,6 +1,8 @@
 """The quick start's folder appears whole, is the same wherever it is made, and survives being made twice at once."""
 
+import fcntl
 import multiprocessing
+import os
 import random
 import re
 from pathlib import Path
@@ -119,3 +121,31 @@ def test_shown_calculations_are_right_in_a_quarter_and_read_by_the_parser_of_the
         assert call[2] == str(result)
         num_right += eval(prompt) == int(call[3])
     assert 70 <= num_right <= 130
+
+
+def test_folder_that_a_killed_process_left_is_deleted_at_the_next_start_and_a_living_ones_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    held, left, new = (tmp_path / f"made-{name}" for name in ("held", "left", "new"))
+    for building in (held, left, new):
+        (building / "model").mkdir(parents=True)
+    for building in (held, left):
+        os.utime(building, (0, 0))
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        assert not ensure(folder, SMALL)
+    finally:
+        os.close(descriptor)
+    assert held.exists() and new.exists() and not left.exists()
+
+
+def test_wait_for_the_folder_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offbeat.common.records.logs.STILL_S", 0.02)
+    caplog.set_level("INFO")
+    ensure(tmp_path / "folder", SMALL)
+    first, *later = [text for text in caplog.messages if "making the model and data" in text]
+    assert first.startswith("making the model and data of {") and first.endswith(" ...")
+    assert any(f" of {SMALL.warm_start_steps}" in text and ", step " in text for text in later)
