@@ -437,6 +437,18 @@ def test_cancelled_lease_answers_nothing_whatever_still_arrives() -> None:
     assert list(game.engine.submitted) == ["7/0/0/1"]
 
 
+def test_cancelled_lease_whose_episode_was_put_off_is_not_played_again() -> None:
+    game = Game(group_size=2)
+    assert game.poll(down("7/1/0")) == []
+    assert game.episodes.trouble() is not None
+    game.episodes.cancel(7)
+    assert game.episodes.trouble() is None
+    num_sent = len(game.workers.sent)
+    game.now = 100
+    assert game.poll() == []
+    assert len(game.workers.sent) == num_sent
+
+
 def test_lease_that_is_over_ends_its_episodes_in_the_middle_of_a_tool_call_and_nothing_is_played_again() -> None:
     game = Game()
     game.poll(sample("7/0/0"))
