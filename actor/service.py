@@ -1,9 +1,10 @@
 """The actor: leases in, groups out, new weights between two engine steps. One loop on one thread.
 
-    LearnerContact -> leases -> LeasesAtWork (Engine.step -> completions -> RewardRunner -> groups) -> Outbox -> LearnerContact
-                                         ^ commit <- WeightUpdates (thread) <- collective or pull
+The engine must never stand still. So whatever is slow beside sampling (transfers, rewards, environments) is done by threads and
+processes that the loop polls, and the loop never waits while there is something to sample.
 
-Slow work beside sampling (transfers, rewards) is done by threads and processes that the loop polls.
+    LearnerContact -> leases -> LeasesAtWork (Engine.step -> completions -> rewards -> groups) -> Outbox -> LearnerContact
+                                         ^ commit <- WeightUpdates (thread) <- collective or pull
 """
 
 import contextlib

@@ -1,4 +1,11 @@
-"""The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
+"""The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner.
+
+The actor must know under which weights each token was sampled. Therefore vLLM is no server here: the actor makes every step
+itself, and changes weights only between two of them.
+
+    submit(prompts) -> step() -> step() -> ... -> completions: tokens, log-probs, segments by policy version
+                           load_weights() -> the workers (`vllm_worker.py`) -> score(canary)
+"""
 
 import contextlib
 import copy

@@ -85,7 +85,7 @@ class Retries(Generic[Key]):
         self._lease_of = lease_of
         self._lock = threading.Lock()
         self._failing: dict[Key, Failures] = {}
-        """What failed at its newest attempt, the newest failure last."""
+        """Failures by key, the newest last; without those given up."""
         self._breaker = Breaker()
 
     @property

@@ -60,7 +60,7 @@ def start_child(
 
 
 def join_parent() -> int:
-    """Do what `become_child` does in a process of `start_child`; return the descriptor that it was given."""
+    """Become a child in a process that `start_child` has started; return the descriptor that it was given."""
     end, parent = map(int, sys.argv[-2:])
     become_child(parent, end)
     return end
