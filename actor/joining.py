@@ -198,7 +198,7 @@ class JoinReceiver:
                         "give the actor the settings and the model's folder (offbeat actor run.toml)"
                     )
             case Refused():
-                raise RefusedError(f"the learner at {self._address} hands out no run: {message.reason}")
+                raise RefusedError(f"the learner at {self._address} does not accept --join: {message.reason}")
             case Stop():
                 raise RunOverError(f"the learner ended the run: {message.reason}")
             case _:

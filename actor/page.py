@@ -37,7 +37,7 @@ def _alone(counts: Values, name: str) -> Values:
 
 
 WELCOMED = Exported("offbeat_actor_welcomed", "1 while the learner knows the actor, else 0.")
-SILENCE = Exported("offbeat_actor_silence_seconds", "Time since the actor's loop turned.")
+SILENCE = Exported("offbeat_actor_silence_seconds", "Time since the actor's loop last ran.")
 
 FROM_HEARTBEAT: tuple[OfHeartbeat, ...] = (
     OfHeartbeat(
@@ -61,11 +61,11 @@ FROM_HEARTBEAT: tuple[OfHeartbeat, ...] = (
         lambda heartbeat: one(len(heartbeat.lease_ids)),
     ),
     OfHeartbeat(
-        Exported("offbeat_actor_loop_seconds_total", "Time of the loop by what it went to.", "activity"),
+        Exported("offbeat_actor_loop_seconds_total", "Time of the loop by activity.", "activity"),
         lambda heartbeat: heartbeat.stats.seconds,
     ),
     OfHeartbeat(
-        Exported("offbeat_actor_reward_trouble_seconds", "Time since rewards cannot be had; 0 while they can."),
+        Exported("offbeat_actor_reward_trouble_seconds", "Time since rewards became unavailable; 0 while they are available."),
         lambda heartbeat: one(heartbeat.reward_trouble.waiting_s if heartbeat.reward_trouble is not None else 0.0),
     ),
     OfHeartbeat(
@@ -85,7 +85,7 @@ FROM_HEARTBEAT: tuple[OfHeartbeat, ...] = (
         lambda heartbeat: _some(heartbeat.stats.environment, "open", "waiting"),
     ),
     OfHeartbeat(
-        Exported("offbeat_actor_episodes_total", "Episodes by what became of them.", "state"),
+        Exported("offbeat_actor_episodes_total", "Episodes by outcome.", "state"),
         lambda heartbeat: _some(heartbeat.stats.environment, "begun", "ended", "cancelled"),
     ),
     OfHeartbeat(
@@ -93,7 +93,7 @@ FROM_HEARTBEAT: tuple[OfHeartbeat, ...] = (
         lambda heartbeat: _alone(heartbeat.stats.environment, "turns"),
     ),
     OfHeartbeat(
-        Exported("offbeat_actor_environment_seconds_total", "Time in which functions of episodes had the word."),
+        Exported("offbeat_actor_environment_seconds_total", "Time spent in the functions of episodes."),
         lambda heartbeat: _alone(heartbeat.stats.environment, "seconds"),
     ),
 )

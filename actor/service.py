@@ -341,7 +341,7 @@ class ActorService:
         is_another_learner = self._learner.accept(welcome)
         if is_another_learner:
             num_held = len(self._held_lease_ids())
-            logger.warning("the learner is a new process of the same run; the %d leases held here go on", num_held)
+            logger.warning("the learner is a new process of the same run; continuing the %d leases held here", num_held)
         self._weights.join(welcome.layout, canary, is_another_learner=is_another_learner)
         self._leases.max_message_bytes = welcome.max_message_bytes
         self._outbox.send_all_again()
@@ -351,7 +351,7 @@ class ActorService:
         if self._stop:
             return
         if capacity != self._capacity:
-            logger.info("works on %d groups at once from now on, as the learner's operator asked", capacity)
+            logger.info("working on %d groups at a time from now on, as an operator requested", capacity)
         self._capacity = capacity
         self._offer()
 
@@ -415,4 +415,4 @@ class ActorService:
             # Leases that were under way when the learner heard of the credit of 0.
             self._leases.return_all()
         if self._end_reason is None:
-            self._end_reason = f"{self._stop.reason}: handed back {num_returned} leases"
+            self._end_reason = f"{self._stop.reason}: returned {num_returned} leases"

@@ -331,7 +331,9 @@ def doubts(calibration: Calibration) -> list[str]:
     half_width = HALF_WIDTH * max(check.measured_error for check in calibration.checks)
     if half_width > WIDE:
         needed = math.ceil(calibration.num_groups * (half_width / WIDE) ** 2)
-        found.append(f"The clip fraction is known to ± {half_width:.1%} only; --groups {needed} would tell it to ± {WIDE:.0%}.")
+        found.append(
+            f"The clip fraction is only known to ± {half_width:.1%}; --groups {needed} would measure it to ± {WIDE:.0%}."
+        )
     return found
 
 
@@ -359,12 +361,13 @@ def _advice(calibration: Calibration) -> str:
     if calibration.anchor == "group":
         return (
             'With loss.anchor = "group" the ratio is to the mean likelihood of the group, and is not 1 without staleness '
-            "either: most of what the band clips is the spread of a group. With the noise floor the run tells drift from noise:"
+            "either: most of what the band clips is the spread of a group. With the noise floor the run distinguishes drift "
+            "from noise:"
         )
     if calibration.recommended is None:
         return (
             f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '
-            "run tells drift from noise in its divergence:"
+            "run distinguishes drift from noise in its divergence:"
         )
     if calibration.anchor in RECOMPUTED:
         return (
@@ -374,7 +377,7 @@ def _advice(calibration: Calibration) -> str:
         )
     advice = (
         f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side. How much wider it has "
-        "to be for the staleness you want, clip/drift of a run tells:"
+        "to be for the staleness you want, see clip/drift of a run:"
     )
     band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
     if DEFAULTS[calibration.objective].is_sequence_ratio:

@@ -223,7 +223,7 @@ class Hub:
     def _bind(self, address: str, patience_s: float) -> None:
         if not (is_loopback(address) or self._key_check is not None or not address.startswith("tcp://")):
             raise ChannelError(
-                f"hub.bind: {address} can be reached from other machines, and without keys whoever reaches it can send "
+                f"hub.bind: {address} can be reached from other machines, and without keys anyone who reaches it can send "
                 "rollouts. Make keys with `offbeat keygen`, or bind tcp://127.0.0.1:PORT."
             )
         deadline = time.monotonic() + patience_s

@@ -108,7 +108,7 @@ def read_key_pair(path: Path) -> KeyPair:
         case [(_, owner), (_, secret)] if secret.startswith("secret "):
             key = KeyPair(_parse(path, owner), secret.removeprefix("secret ").encode())
         case _:
-            raise KeyFileError(path, "it is no secret key file", "Name a .key file that `offbeat keygen` made.")
+            raise KeyFileError(path, "it is not a secret key file", "Name a .key file that `offbeat keygen` made.")
     if not _is_key(key.secret.decode()) or zmq.curve_public(key.secret) != key.owner.public:
         raise KeyFileError(path, "its secret and public keys do not belong together", "Make another with `offbeat keygen`.")
     return key
@@ -120,7 +120,7 @@ def read_public_key(path: Path) -> PublicKey:
         case [(_, line)]:
             return _parse(path, line)
         case _:
-            raise KeyFileError(path, "it is no public key file", "Name a .pub file that `offbeat keygen` made.")
+            raise KeyFileError(path, "it is not a public key file", "Name a .pub file that `offbeat keygen` made.")
 
 
 def read_allowed_keys(path: Path) -> dict[bytes, Sender]:
@@ -281,5 +281,5 @@ class _Doorkeeper:
             return not self._is_muted(key)
         if key not in self._logged and len(self._logged) < MAX_LOGGED_KEYS:
             self._logged.add(key)
-            logger.warning("turned away the unknown key %s: %s does not have it", key.decode(), self._allowed.path)
+            logger.warning("refused the unknown key %s: %s does not have it", key.decode(), self._allowed.path)
         return False

@@ -170,7 +170,7 @@ class RewardRunner:
                 self._loop.run_forever()
             # asyncio hands these on from any task, of which a reward can start some of its own.
             except (KeyboardInterrupt, SystemExit) as error:
-                logger.error("a task that the reward started raised %s; the rewards go on", one_line(error))
+                logger.error("a task that the reward started raised %s; rewards continue", one_line(error))
             else:
                 return
 

@@ -139,7 +139,7 @@ def open_image(content: bytes) -> Image:
                 raise ImageError(f"it has {width} x {height} pixels, more than {MAX_PIXELS}")
             return image.convert("RGB")
     except UnidentifiedImageError as error:
-        raise ImageError(f"it is no image in a format of {', '.join(FORMATS)}") from error
+        raise ImageError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(f"it cannot be decoded ({one_line(error)})") from error
 

@@ -117,7 +117,7 @@ class MetricsWriter:
                 raise
             self._num_lost_in_a_row += 1
             if self._num_lost_in_a_row == 1:
-                logger.warning("metrics rows are being lost, training goes on: %s", error)
+                logger.warning("metrics rows are being lost, training continues: %s", error)
             return
         if loss:
             self._num_lost_in_a_row = 0
@@ -259,7 +259,7 @@ class _TensorBoardEvents:
                 raise
             self._num_lost += 1
             if self._num_lost == 1:
-                logger.warning("TensorBoard events are being lost, training goes on: %s", error)
+                logger.warning("TensorBoard events are being lost, training continues: %s", error)
 
     def close(self) -> None:
         self._file.close()

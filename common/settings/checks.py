@@ -221,7 +221,7 @@ def _check_task(config: Config) -> None:
             "Set evaluation.interval and task.eval_data, or remove it.",
         )
     if task.curriculum and not task.task_field:
-        problem = "no field tells the tasks apart"
+        problem = "no field names the task of a row"
         raise SettingError("task.curriculum", task.curriculum, problem, "Set task.task_field, or remove it.")
     for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
         if getattr(task, key) and not task.chat_template:
@@ -327,7 +327,7 @@ def _check_ports(config: Config) -> None:
     for setting, port in ports.items():
         if port != "0" and port in taken:
             raise SettingError(
-                setting, int(port), f"{taken[port]} has the same port", "Give each a port of its own, or 0 for any free port."
+                setting, int(port), f"{taken[port]} has the same port", "Give each its own port, or 0 for any free port."
             )
         taken[port] = setting
 
@@ -338,7 +338,7 @@ def _check_run_name(config: Config) -> None:
         raise SettingError("run.dir", folder, "no folder is given", 'Name one, for example "runs/{time}".')
     placeholder = re.search(r"\{\w*\}", folder)
     if placeholder is not None and placeholder[0] != "{time}":
-        raise SettingError("run.dir", folder, f"{placeholder[0]} stands for nothing", "Write {time} for the start time.")
+        raise SettingError("run.dir", folder, f"{placeholder[0]} is not a placeholder", "Write {time} for the start time.")
 
 
 def _check_log(config: Config) -> None:
@@ -399,7 +399,7 @@ def _check_gpus(config: Config) -> None:
         twice = [gpu for gpu in set(gpus) if gpus.count(gpu) > 1]
         if twice or any(gpu < 0 for gpu in gpus):
             problem = f"GPU {twice[0]} is there twice" if twice else "an index is below 0"
-            raise SettingError(f"launch.{setting}", gpus, problem, "Give each process a GPU of its own, counted from 0.")
+            raise SettingError(f"launch.{setting}", gpus, problem, "Give each process its own GPU, counted from 0.")
 
 
 def _warnings(config: Config) -> list[str]:

@@ -39,7 +39,7 @@ def _check_address(url: str) -> None:
     if "@" in url:
         raise SettingError("judge.url", MASK, "it holds a name or a password", "Give the key by judge.key_env.")
     if not is_address(url) or "?" in url or "#" in url:
-        raise SettingError("judge.url", url, "this is no address", "Give one such as http://127.0.0.1:8000/v1.")
+        raise SettingError("judge.url", url, "this is not an address", "Give one such as http://127.0.0.1:8000/v1.")
     if url.rstrip("/").endswith("/chat/completions"):
         raise SettingError("judge.url", url, "/chat/completions is added to it", "Give the part before it.")
 

@@ -262,7 +262,7 @@ def _check_turns(config: Config) -> None:
             advantage.baseline == "length_weighted",
             "compares turns, and not whole completions by their length",
         ),
-        ("advantage.function", advantage.function, bool(advantage.function), "would not call it: it knows no turns"),
+        ("advantage.function", advantage.function, bool(advantage.function), "would not call it: it does not support turns"),
         (
             "advantage.divide_by_std",
             True,

@@ -128,7 +128,7 @@ class WarmStarts:
     def start_fresh(self, start: ProcessStart) -> Process:
         """Start what the warm process could not."""
         logger.warning(
-            "%s could not be forked, so it starts by itself; the imports ended with %r", start.arguments[0], self._last_line()
+            "%s could not be forked and starts normally; preloading ended with %r", start.arguments[0], self._last_line()
         )
         return self._fresh.start(start)
 

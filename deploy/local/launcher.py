@@ -283,7 +283,7 @@ class Launcher:
         except LaunchError as error:
             if index < self._num_first:
                 raise
-            logger.error("%s The run goes on without it, until scale.actors changes", error)
+            logger.error("%s The run continues without it until scale.actors changes", error)
             del self._actors[index]
             wanted, num_lost = self._given_up
             self._given_up = (wanted, num_lost + 1)

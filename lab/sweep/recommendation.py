@@ -124,7 +124,9 @@ def _headline(best: ValueResult, base: ValueResult, reward: Comparison | None, m
         shown = "" if ratio.is_told_apart_from(1) else ", which holds 1: that it is sooner at all is not shown"
         text += f", in {ratio.difference:.2f} of its time ({_interval(ratio, '.2f')}{shown})"
     end = "higher" if reward.difference > 0 else "lower"
-    where = f"{end} by {abs(reward.difference):.3f}" if reward.is_told_apart else f"not told apart: {reward.difference:+.3f}"
+    where = (
+        f"{end} by {abs(reward.difference):.3f}" if reward.is_told_apart else f"not distinguishable: {reward.difference:+.3f}"
+    )
     text += f". Its own final reward is {where} ({_interval(reward)})"
     assert reward.low is not None, "every value has two seeds"
     if reward.low >= -margin:
@@ -144,7 +146,7 @@ def _reward_sentence(first: str, second: str, comparison: Comparison) -> str:
         end = "higher" if comparison.difference > 0 else "lower"
         return f"{second} ends {end} than {first}: by {abs(comparison.difference):.3f}, {_interval(comparison)}."
     told = f"difference {comparison.difference:+.3f}, {_interval(comparison)}"
-    return f"{first} and {second} cannot be told apart with {_seeds(*comparison.num_seeds)}: {told}."
+    return f"{first} and {second} cannot be distinguished with {_seeds(*comparison.num_seeds)}: {told}."
 
 
 def _missed_sentences(results: Sequence[ValueResult], reference: str, margin: float) -> list[str]:
@@ -170,7 +172,7 @@ def _time_sentence(best: ValueResult, rival: ValueResult) -> str:
     if ratio.is_told_apart_from(1):
         return f"{rival.label} takes {ratio.difference:.2f} times as long as {best.label} ({_interval(ratio, '.2f')})."
     return (
-        f"In time {rival.label} and {best.label} cannot be told apart: the ratio is {ratio.difference:.2f} "
+        f"In time {rival.label} and {best.label} cannot be distinguished: the ratio is {ratio.difference:.2f} "
         f"({_interval(ratio, '.2f')})."
     )
 
@@ -198,7 +200,7 @@ def _seed_sentences(compared: Sequence[tuple[ValueResult, ValueResult]], margin:
         chance = (1 - CONFIDENCE) * len(compared)
         sentences.append(
             f"{len(compared)} pairs are compared at {CONFIDENCE:.0%} each: were all the same, about {chance:.1f} of them would "
-            "be told apart by chance."
+            "differ by chance."
         )
     return sentences
 

@@ -139,7 +139,7 @@ def _recommendation(summary: Summary) -> PageSection:
     told = summary.recommendation
     caption = Caption(
         f"The rule: {RULE} The margin is {summary.margin:g} (--difference), the reference "
-        f"{_title(summary, summary.reference)}; values are told apart by Welch's t-test at {CONFIDENCE:.0%}. A "
+        f"{_title(summary, summary.reference)}; values are compared by Welch's t-test at {CONFIDENCE:.0%}. A "
         f"final reward is the mean of the last {NUM_FINAL_STEPS} steps, whose completions are as old as the run's lag: where "
         "the policy still improves, the held-out reward is the fairer one."
     )
@@ -230,7 +230,7 @@ def _bias(summary: Summary) -> PageSection:
 
 
 def _differences(summary: Summary) -> PageSection:
-    lead = "Every value less its baseline, over the seeds that both have, and whether the corrected test tells them apart."
+    lead = "Every value less its baseline, over the seeds that both have, and whether the corrected test distinguishes them."
     if not any(one.final_reward for one in summary.differences):
         return PageSection("Comparisons", lead, [Card([Missing(["There are no two values to compare."])])])
     rows = [
@@ -247,7 +247,7 @@ def _differences(summary: Summary) -> PageSection:
     columns = ("Value", "Baseline", "Final reward", "Difference", "p (Holm)", "Held-out", "p (Holm)", "Wall-clock, ratio")
     caption = Caption(
         f"Mean difference in pairs of one seed, with Student's interval at {PAIRED_CONFIDENCE:.0%}. P-values are corrected by "
-        f"Holm's method for all values of one baseline; told apart means p < {SIGNIFICANT:g}. Ratios of wall-clock are of "
+        f"Holm's method for all values of one baseline; distinguishable means p < {SIGNIFICANT:g}. Ratios of wall-clock are of "
         f"finished runs, with Welch's interval at {CONFIDENCE:.0%}. --baseline KEY=VALUE chooses what is compared with what."
     )
     return PageSection("Comparisons", lead, [Card([Table(columns, rows, 3), caption])])
@@ -259,7 +259,7 @@ def _verdict(against: AgainstBaseline | None) -> Mark:
     if against.adjusted_p is None:
         return Mark("one seed", "idle")
     if not against.is_significant:
-        return Mark("not told apart", "calm")
+        return Mark("not distinguishable", "calm")
     return Mark("higher", "good") if against.compared.difference > 0 else Mark("lower", "bad")
 
 

@@ -35,7 +35,7 @@ class JoinPayload(NamedTuple):
 
     content: bytes = b""
     """An encoded `protocols.message_parts.JoinSettings`; empty where there is none."""
-    obstacle: str = "this learner hands out no run"
+    obstacle: str = "this learner does not accept --join"
     """The reason why there is none, with the cure."""
 
 

@@ -70,7 +70,7 @@ class LiveSettings:
                 raise SettingError(
                     "run.resume",
                     True,
-                    f"the config file contradicts what was changed while the run went on ({changes}): {error}",
+                    f"the config file contradicts what was changed during the run ({changes}): {error}",
                     "Or change the file back to what the run was started with, resume, and use `offbeat set`.",
                 ) from error
 
@@ -84,7 +84,7 @@ class LiveSettings:
                 raise SettingError(
                     setting,
                     text,
-                    "it cannot be changed while the run goes on",
+                    "it cannot be changed during a run",
                     f"These can: {', '.join(CHANGEABLE)}. Some others may change at run.resume=true (docs/resuming.md).",
                 )
         config = replace_settings(self.config, settings)

@@ -46,7 +46,7 @@ def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
     """Yield the records of `read_history`; gaps are logged as warnings."""
     for found in read_history(folder, start):
         if isinstance(found, Gap):
-            logger.warning("%s: %s; the records behind it are read", folder, found)
+            logger.warning("%s: %s; the records after it are read", folder, found)
         else:
             yield found
 

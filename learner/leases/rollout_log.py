@@ -191,7 +191,7 @@ class RolloutLog:
             end, num_bytes = find_end(path), path.stat().st_size
             if end < num_bytes and num_bytes > HEADER_BYTES:
                 logger.warning(
-                    "%s: the last whole record ends at offset %d; the %d bytes after it are no record, and are passed over",
+                    "%s: the last whole record ends at offset %d; the %d bytes after it are not a record and are skipped",
                     *(path, end, num_bytes - end),
                 )
             if end > HEADER_BYTES:

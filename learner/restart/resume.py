@@ -106,7 +106,7 @@ class Checkpoints:
             state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.CheckpointFailedError, LogFullError) as error:
-            detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
+            detail = f"{folder}: {error}; the run continues, and a restart would begin at the previous checkpoint"
             logger.warning(detail)
             self._record(EventRow(event="checkpoint_failed", detail=detail))
             return False
@@ -291,7 +291,7 @@ def require_own_log(run_folder: Path, run_id: str) -> None:
         if headers.get(segment_path(folder, header.number)) != header:
             problem = f"{path} is the segment {own_name} of the rollout log under another name"
             raise SettingError("run.resume", True, problem, f"Rename it to {own_name}, or move it out of the folder.")
-        logger.warning("%s is a copy of %s, and passed over", path, own_name)
+        logger.warning("%s is a copy of %s and is skipped", path, own_name)
 
 
 def set_damaged_aside(run_folder: Path, run_id: str) -> list[str]:
@@ -344,7 +344,7 @@ def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) 
         return msgspec.msgpack.decode(extra, type=ServiceState)
     kept = "the rollout log's groups" if has_log and (run_folder / LOG).is_dir() else "nothing: there is no rollout log either"
     logger.warning(
-        "no whole checkpoint in %s: training begins again at policy version 0, with %s", run_folder / CHECKPOINTS, kept
+        "no complete checkpoint in %s: training restarts at policy version 0, with %s", run_folder / CHECKPOINTS, kept
     )
     return None
 
@@ -398,11 +398,11 @@ def report_resumed(recovered: Recovered, policy_version: int, record: Recorder) 
     """Log and record where a resumed run stands, and what damage to the log cost."""
     ledger = recovered.ledger
     for gap in recovered.gaps:
-        logger.warning("the rollout log: %s; records behind it are used", gap)
+        logger.warning("the rollout log: %s; the records after it are used", gap)
         record(EventRow(event="log_damaged", detail=str(gap)))
     if recovered.num_skipped:
         logger.warning(
-            "%d records belong to leases that the damaged log lost; their prompts are leased again", recovered.num_skipped
+            "%d records belong to leases that the damaged log lost; their prompts are re-queued", recovered.num_skipped
         )
     if (appended := recovered.appended) is not None:
         num_new = appended.num_prompts - appended.num_before

@@ -266,7 +266,7 @@ class CollectiveUpdates:
             return self._send(recipients, self._group, snapshot, rendezvous, live)
         except CollectiveError as error:
             # The next round shows who is to blame: the member that does not get ready.
-            logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
+            logger.warning("weights %d, epoch %d: %s; asking the actors again", policy_version, self._epoch, error)
             self._is_retry = True
             if backend == "nccl":
                 self._detour.note(error)
@@ -399,7 +399,7 @@ def watched(work: Callable[[Callable[[], None]], None], quiet_s: float, what: st
     while thread.is_alive():
         quiet = time.monotonic() - beat_at
         if quiet > quiet_s:
-            raise CollectiveError(f"{what} has been stuck for {quiet:.0f} s; its thread is left behind")
+            raise CollectiveError(f"{what} has been stuck for {quiet:.0f} s; its thread is abandoned")
         thread.join(quiet_s - quiet + POLL_S)
     if raised:
         raise raised[0]

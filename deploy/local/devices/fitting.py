@@ -73,7 +73,7 @@ def _check_given_share(config: Config, need: Need, room: Room, learner: Need) ->
         raise SettingError(setting, share, problem, "Lower it, or remove it: the plan then divides what there is.")
     if room.num_bytes < need.certain_bytes:
         problem = f"it is {gib(room.num_bytes)} GiB of GPU {room.gpu_index}, and an actor needs {need}"
-        raise SettingError(setting, share, problem, "Raise it, or give actors GPUs of their own.")
+        raise SettingError(setting, share, problem, "Raise it, or give actors their own GPUs.")
     return [f"{setting}: {problem}; the sum is partly an estimate, so the run starts all the same."] * (
         total > room.gpu.free_bytes
     )

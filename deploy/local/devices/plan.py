@@ -120,7 +120,7 @@ def _can_use_nccl(config: Config, gpus: tuple[Gpu, ...], members: Sequence[int])
     can = len(set(members)) == len(members) and not any(gpu.is_instance for gpu in gpus)
     if config.weights.backend == "nccl" and not can:
         problem = "NCCL takes one process to a GPU, and the plan puts several on one, or on instances (MIG) of one"
-        raise SettingError("weights.backend", "nccl", problem, 'Set weights.backend="gloo", or give each a GPU of its own.')
+        raise SettingError("weights.backend", "nccl", problem, 'Set weights.backend="gloo", or give each its own GPU.')
     return can
 
 
@@ -128,7 +128,7 @@ def _learner_gpus(config: Config, num_gpus: int) -> tuple[int, ...]:
     """Return a GPU for each learner process: the first ones that no actor was given, or simply the first ones."""
     ranks = config.launch.learner_processes
     if ranks > num_gpus:
-        problem = f"each needs a GPU of its own, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
+        problem = f"each needs its own GPU, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
         raise SettingError("launch.learner_processes", ranks, problem, f"Set launch.learner_processes={num_gpus} or less.")
     given = {gpu for place in config.launch.actor_gpus for gpu in place}
     free = [gpu for gpu in range(num_gpus) if gpu not in given]

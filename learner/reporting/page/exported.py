@@ -29,7 +29,7 @@ def _states(report: StatusReport) -> Values:
 
 
 FROM_STATUS: tuple[OfStatus, ...] = (
-    OfStatus(Exported("offbeat_policy_version", "Optimizer steps made."), lambda report: one(report.policy_version)),
+    OfStatus(Exported("offbeat_policy_version", "Completed optimizer steps."), lambda report: one(report.policy_version)),
     OfStatus(
         Exported("offbeat_target_version", "Optimizer steps to make (train.num_steps)."), lambda report: one(report.num_steps)
     ),
@@ -39,7 +39,7 @@ FROM_STATUS: tuple[OfStatus, ...] = (
     ),
     OfStatus(Exported("offbeat_uptime_seconds", "Age of the learner's process."), lambda report: one(report.uptime_s)),
     OfStatus(
-        Exported("offbeat_activity_seconds", "Time since the training loop began what it does now."),
+        Exported("offbeat_activity_seconds", "Time since the training loop began its current activity."),
         lambda report: one(report.doing_s),
     ),
     OfStatus(Exported("offbeat_actors", "Actors by state.", "state"), _states),
@@ -63,11 +63,11 @@ FROM_STATUS: tuple[OfStatus, ...] = (
             if member.policy_version >= 0
         },
     ),
-    OfStatus(Exported("offbeat_leases", "Leases of the run by what became of them.", "state"), lambda report: report.ledger),
+    OfStatus(Exported("offbeat_leases", "Leases of the run by outcome.", "state"), lambda report: report.ledger),
     OfStatus(Exported("offbeat_groups_ready", "Groups that wait to be trained on."), lambda report: one(report.num_ready)),
     OfStatus(Exported("offbeat_groups_generating", "Leases that actors work on."), lambda report: one(report.num_generating)),
     OfStatus(
-        Exported("offbeat_epoch", "Passes over the data, the present one by its share."),
+        Exported("offbeat_epoch", "Passes over the data, including the completed share of the current one."),
         lambda report: one(report.epoch + report.epoch_position),
     ),
     OfStatus(Exported("offbeat_log_bytes", "Size of the rollout log."), lambda report: one(report.log_bytes)),
@@ -101,11 +101,16 @@ FROM_STEP: tuple[OfStep, ...] = (
     OfStep(Exported("offbeat_entropy_nats", "Mean entropy of the next token."), "entropy/mean"),
     OfStep(Exported("offbeat_gradient_norm", "Norm of the gradient before it is clipped."), "loss/grad_norm"),
     OfStep(Exported("offbeat_step_seconds", "Wall time of the newest step, waiting included."), "time/step_s"),
-    OfStep(Exported("offbeat_wait_rollouts_seconds", "Time of it spent waiting for rollouts."), "time/wait_rollouts_s"),
-    OfStep(Exported("offbeat_held_back_seconds", "Time of it that staleness kept actors idle."), "time/held_back_s"),
+    OfStep(
+        Exported("offbeat_wait_rollouts_seconds", "Time of the newest step spent waiting for rollouts."), "time/wait_rollouts_s"
+    ),
+    OfStep(
+        Exported("offbeat_held_back_seconds", "Time of the newest step in which staleness kept actors idle."),
+        "time/held_back_s",
+    ),
     OfStep(Exported("offbeat_actor_spare_ratio", "Share of the lease slots that held no lease."), "actors/spare"),
     OfStep(Exported("offbeat_actor_hours", "Time of all actors together, in hours."), "actors/hours"),
-    OfStep(Exported("offbeat_train_seconds", "Time of it spent training."), "time/train_s"),
+    OfStep(Exported("offbeat_train_seconds", "Time of the newest step spent training."), "time/train_s"),
     OfStep(Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."), "compute/mfu"),
 )
 

@@ -91,5 +91,5 @@ def _tell(setting: str, project: str, record: Recorder, line: bytes) -> None:
         logger.info("%s: the tracker works again; %d rows were lost", setting, health.num_lost)
         return
     detail = f'{setting} = "{project}": {health.problem}'
-    logger.warning("%s; training goes on", detail)
+    logger.warning("%s; training continues", detail)
     record(EventRow(event="tracker_failed", detail=detail))

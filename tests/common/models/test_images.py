@@ -40,10 +40,10 @@ def test_formats_are_told_by_content(kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "no image"),
-        (b"{}", "no image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
-        (encoded(8, 8, "GIF"), "no image in a format of PNG, JPEG, WEBP"),
+        (b"", "not an image"),
+        (b"{}", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        (encoded(8, 8, "GIF"), "not an image in one of the formats PNG, JPEG, WEBP"),
         (encoded(60, 60)[:80], "cannot be decoded"),
         (encoded(200, 200, "JPEG")[:500], "cannot be decoded"),
         (bomb(5000, 5000), "5000 x 5000 pixels, more than"),

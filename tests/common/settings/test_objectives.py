@@ -235,7 +235,7 @@ REFUSALS = [
     Refusal(["loss.correction=opsm + opsm(1)"], ["there twice"]),
     Refusal(["loss.anchor=decoupled", "loss.correction=opsm", "loss.normalize_correction=true"], ["no weights to divide"]),
     Refusal(["loss.correction=token_tis", "loss.normalize_correction=true"], ['loss.anchor="decoupled"']),
-    Refusal(["task.curriculum=mine:f"], ["no field tells the tasks apart", "Set task.task_field"]),
+    Refusal(["task.curriculum=mine:f"], ["no field names the task of a row", "Set task.task_field"]),
     Refusal(["evaluation.function=mine:f", "task.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
     Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.objective="m2po"', "config.toml"]),
     Refusal(

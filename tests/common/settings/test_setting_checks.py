@@ -83,7 +83,7 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["launch.learner_gpus=[-1]"], ["launch.learner_gpus = [-1]", "below 0"]),
         (["rollout.lease_timeout_s=10"], ["rollout.lease_timeout_s = 10.0", "task.reward_timeout_s = 30.0"]),
         (["run.dir="], ['run.dir = ""', "no folder"]),
-        (["run.dir=runs/{tme}"], ["run.dir", "{tme} stands for nothing", "{time}"]),
+        (["run.dir=runs/{tme}"], ["run.dir", "{tme} is not a placeholder", "{time}"]),
         (["train.deepspeed.optimiser={}"], ["train.deepspeed.optimiser", "no such option"]),
         (["train.deepspeed.train_batch_size=4"], ["train.deepspeed.train_batch_size = 4", "train.groups_per_step"]),
         (["train.deepspeed.fp16={enabled = true}"], ["train.deepspeed.fp16", "model.dtype"]),

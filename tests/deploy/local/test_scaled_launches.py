@@ -121,7 +121,7 @@ def test_later_actor_that_cannot_be_kept_is_given_up_until_the_number_changes(
     bench.follow(2)
     bench.starts.of["actor-1"].ended_with = 1
     bench.launcher._keep_actor(1)
-    assert "The run goes on without it" in caplog.text
+    assert "The run continues without it" in caplog.text
     assert bench.follow(2, "actor-0") == {"actor-0"}
     assert bench.follow(3, "actor-0") == {"actor-0", "actor-1", "actor-2"}
 

@@ -187,7 +187,7 @@ def test_every_value_is_compared_with_the_reference_in_pairs_of_one_seed(tmp_pat
     assert [(one["label"], one["baseline"]) for one in told["differences"]] == [("4", "0"), ("8", "0")]
     # Seeds differ by 0.001 in the same way under every value, so the differences hardly spread: 0 and -0.3 in every pair.
     assert [line[:4] for line in cells_of(page, "Comparisons")[1:]] == [
-        ["4", "0", "not told apart", "+0.000 (+0.000 to +0.000)"],
+        ["4", "0", "not distinguishable", "+0.000 (+0.000 to +0.000)"],
         ["8", "0", "lower", "-0.300 (-0.300 to -0.300)"],
     ]
 
@@ -220,7 +220,7 @@ def test_a_baseline_is_chosen_for_each_of_the_other_settings(tmp_path: Path) -> 
     assert worse["compared"]["difference"] == pytest.approx(-0.43333, abs=1e-5)
     assert worse["adjusted_p"] == pytest.approx(0.005865, abs=1e-6)
     assert same["adjusted_p"] == pytest.approx(0.42265, abs=1e-5)
-    assert [line[2] for line in cells_of(page, "Comparisons")[1:]] == ["not told apart", "lower"]
+    assert [line[2] for line in cells_of(page, "Comparisons")[1:]] == ["not distinguishable", "lower"]
     # Against the reference alone there are three tests.
     _, told = report_of(tmp_path)
     assert {one["baseline"] for one in told["differences"]} == {"objective=gspo, max_staleness=0"}

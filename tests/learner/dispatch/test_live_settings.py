@@ -74,7 +74,7 @@ def test_other_settings_are_refused_with_those_that_can_be_changed(setting: str)
     with pytest.raises(SettingError) as raised:
         make().propose({"staleness.max_staleness": "8", setting: "1"})
     text = str(raised.value)
-    assert text.startswith(f'{setting} = "1": it cannot be changed while the run goes on.')
+    assert text.startswith(f'{setting} = "1": it cannot be changed during a run.')
     assert all(name in text for name in CHANGEABLE)
     assert "run.resume=true" in text
 

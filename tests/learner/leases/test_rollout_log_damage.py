@@ -95,7 +95,7 @@ def test_what_is_cut_is_said_with_file_offset_and_size(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         open_log(tmp_path)
     assert caplog.messages == [
-        f"{path}: the last whole record ends at offset {last.offset}; the 5 bytes after it are no record, and are passed over"
+        f"{path}: the last whole record ends at offset {last.offset}; the 5 bytes after it are not a record and are skipped"
     ]
     assert path.stat().st_size == last.offset + 5, "nothing is thrown away"
 

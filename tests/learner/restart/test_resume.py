@@ -238,7 +238,7 @@ def test_copy_of_a_segment_is_passed_over_with_a_warning(tmp_path: Path, caplog:
     log = tmp_path / "log"
     shutil.copy(log / "00000001.log", log / "00000002.log")
     resume.require_own_log(tmp_path, "run")
-    assert "00000002.log is a copy of 00000001.log, and passed over" in caplog.text
+    assert "00000002.log is a copy of 00000001.log and is skipped" in caplog.text
     write_log(tmp_path, "run")
     found = [record.position.segment for record in read_whole_log(log)]
     assert found == [1, 3], "nothing is applied twice, and nothing is missing"
@@ -304,7 +304,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatc
     assert run.dispatcher.pruned == [Position(1, 0)]
     (row,) = run.rows
     assert (row["kind"], row["event"]) == ("event", "checkpoint_failed")
-    assert "the run goes on" in row["detail"]
+    assert "the run continues" in row["detail"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_run_without_a_checkpoint_begins_again_and_says_what_it_has(
     trainer = FakeTrainer()
     assert resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=has_log) is None
     assert trainer.policy_version == 0
-    assert f"begins again at policy version 0, with {said}" in caplog.text
+    assert f"restarts at policy version 0, with {said}" in caplog.text
 
 
 def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_path: Path) -> None:

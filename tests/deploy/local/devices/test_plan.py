@@ -227,7 +227,7 @@ def test_engine_without_stated_shares_gets_none() -> None:
 @pytest.mark.parametrize(
     ("overrides", "gpus", "said"),
     [
-        (["launch.learner_processes=3"], 2, "launch.learner_processes = 3: each needs a GPU of its own, and there are 2"),
+        (["launch.learner_processes=3"], 2, "launch.learner_processes = 3: each needs its own GPU, and there are 2"),
         (
             ["actor.engine_options.tensor_parallel_size=4"],
             1,
