@@ -98,7 +98,7 @@ def older(message: RunRequest | Credit) -> list[Answer]:
     ("answer", "words"),
     [
         pytest.param(older, "does not know --join: install the same release", id="older learner"),
-        pytest.param(lambda _: [(Refused(reason="too large. Give the folder"),)], "does not accept --join: too large", id="refusal"),
+        pytest.param(lambda _: [(Refused(reason="too large. Give the folder"),)], "accept --join: too large", id="refusal"),
         pytest.param(
             lambda message: [part(message.index, digest="0")] if isinstance(message, RunRequest) else [],
             "did not arrive as it was sent",
