@@ -20,11 +20,12 @@ from offbeat.common.models.folders import hash_model, resolve_model
 from offbeat.common.records.rows import EngineRow
 from offbeat.common.records.run_folder import CONFIG_FILE, LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.completion import engine_band
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.corrections import fill_bounds, parse_corrections, write_corrections
+from offbeat.common.settings.corrections import parse_corrections, write_corrections
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
-from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, engine_band
+from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, objective_parameters, parse_objective
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.calibration.bound_noise import (
     BoundCheck,
@@ -53,7 +54,7 @@ from offbeat.learner.calibration.noise_floor import (
     recommend_band,
 )
 from offbeat.learner.objectives.correction_rules import resolve_corrections
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import make_objective
 from offbeat.protocols.message_parts import EngineInfo
 
 HALF_WIDTH = 1.96
@@ -86,8 +87,8 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     of_run, noise = Differences.join(counted), fit_by_sign(every)
     floor = noise.every
     loss = replace(config.loss, anchor="behavior")
-    band = resolve_objective(loss, max_new_tokens=config.rollout.max_new_tokens).engine_band
-    own = DEFAULTS[loss.objective].band
+    band = make_objective(loss).engine_band
+    own = defaults_of(loss.objective).band
     checks: list[BandCheck] = []
     recommended: ClipBand | None = None
     if band is not None and own is not None:
@@ -105,7 +106,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
         learner=learner_numerics(config, hash_model(resolve_model(config.model.path)), measured.device),
         engine=engine_numerics(engine),
         num_groups=measured.num_groups,
-        objective=config.loss.objective,
+        objective=parse_objective(config.loss.objective).name,
         anchor=config.loss.anchor,
         floor=floor,
         summaries=describe(every, floor),
@@ -141,20 +142,22 @@ def check_bounds(loss: LossSection, halves: Halves) -> tuple[BoundCheck, ...]:
         checks.append(
             BoundCheck(
                 setting="loss.correction",
-                value=write_corrections((fill_bounds(choice),)),
+                value=write_corrections((choice,)),
                 predicted=float(np.concatenate(expected).mean()),
                 measured=float(measured_touched(every, rule).mean()),
                 recommended=None if recommended is None else write_corrections((recommended,)),
             )
         )
-    if loss.objective == "m2po" and not loss.function:
+    threshold = objective_parameters(loss.objective).get("m2_threshold")
+    if threshold is not None and not loss.function:
+        needed = recommend_m2_threshold(floor, objective_parameters("m2po")["m2_threshold"])
         checks.append(
             BoundCheck(
-                setting="loss.m2_threshold",
-                value=f"{loss.m2_threshold:g}",
-                predicted=float(np.mean([expected_dropped(of_half.every, loss.m2_threshold) for of_half, _ in models])),
-                measured=measured_dropped(every, loss.m2_threshold),
-                recommended=f"{recommend_m2_threshold(floor, LossSection().m2_threshold):g}",
+                setting="loss.objective",
+                value=loss.objective,
+                predicted=float(np.mean([expected_dropped(of_half.every, threshold) for of_half, _ in models])),
+                measured=measured_dropped(every, threshold),
+                recommended=f"m2po({needed:g})",
             )
         )
     return tuple(checks)
@@ -273,11 +276,11 @@ def settings_to_paste(calibration: Calibration, file: Path) -> str:
     clips = [] if band is None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
     of_setting = {
         setting: [check.recommended or check.value for check in calibration.bounds if check.setting == f"loss.{setting}"]
-        for setting in ("correction", "m2_threshold")
+        for setting in ("correction", "objective")
     }
     corrections = [f'correction = "{" + ".join(of_setting["correction"])}"'] if of_setting["correction"] else []
-    thresholds = [f"m2_threshold = {value}" for value in of_setting["m2_threshold"]]
-    return "\n".join(["[loss]", *clips, *corrections, *thresholds, f'noise_floor = "{file}"'])
+    objectives = [f'objective = "{value}"' for value in of_setting["objective"]]
+    return "\n".join(["[loss]", *objectives, *clips, *corrections, f'noise_floor = "{file}"'])
 
 
 def _summary_table(calibration: Calibration) -> FittedTable:

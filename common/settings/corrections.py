@@ -6,10 +6,25 @@ A bound that is left out is the correction's own; one number alone is the upper 
 """
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from offbeat.common.settings.learning_sections import CorrectionName
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.methods import Method, parse_method, unknown_method
+
+CorrectionName = Literal[
+    "token_tis",
+    "geometric_tis",
+    "sequence_tis",
+    "icepop",
+    "sequence_mask",
+    "geometric_mask",
+    "segment_mask",
+    "k2_mask",
+    "k3_mask",
+    "opsm",
+]
+"""The built-in corrections."""
+_SETTING = "loss.correction"
 
 
 class OwnBounds(NamedTuple):
@@ -27,9 +42,9 @@ class CorrectionChoice(NamedTuple):
     name: str
     """A key of `CORRECTIONS`, or `module:function`, which has no bounds."""
     low: float | None = None
-    """Lower bound; None where it is left open, or there is none."""
+    """Lower bound; None for a correction that has none."""
     high: float | None = None
-    """Upper bound or threshold; None where it is left open."""
+    """Upper bound or threshold; None for the user's own."""
 
 
 CORRECTIONS: dict[CorrectionName, OwnBounds] = {
@@ -49,17 +64,15 @@ WEIGHING = ("token_tis", "geometric_tis", "sequence_tis", "icepop", "sequence_ma
 """Corrections that multiply by an importance ratio; the others keep or drop, and multiply by 1."""
 
 # A name follows, so that the plus of 1e+2 is none.
-_PLUS = re.compile(r" ?\+ ?(?=[A-Za-z_])")
-_PART = re.compile(r"([\w.:]+)(?: ?\((?:([^,)]+), ?)?([^,)]+)\))?")
+_PLUS = re.compile(r" ?\+ ?(?=[A-Za-z_]|$)")
 
 
 def parse_corrections(text: str) -> tuple[CorrectionChoice, ...]:
-    """Return the corrections of `loss.correction`, which its pattern accepts; bounds are those that are written."""
-    if text == "none":
-        return ()
-    found = [_PART.fullmatch(part) for part in _PLUS.split(text)]
-    parts = [match.groups() for match in found if match is not None]
-    return tuple(CorrectionChoice(name, _number(low), _number(high)) for name, low, high in parts)
+    """Return the corrections that a text names, with all of their bounds; those left out are the correction's own.
+
+    Raises `SettingError` for an unknown name, and for bounds that the correction does not take.
+    """
+    return () if text == "none" else tuple(_parse(part, text) for part in _PLUS.split(text))
 
 
 def built_in(name: str) -> CorrectionName | None:
@@ -72,49 +85,33 @@ def own_functions(text: str) -> tuple[str, ...]:
     return tuple(choice.name for choice in parse_corrections(text) if built_in(choice.name) is None)
 
 
-def complete_corrections(text: str) -> str:
-    """Return `loss.correction` with every bound written out."""
-    return write_corrections(tuple(map(fill_bounds, parse_corrections(text))))
-
-
-def fill_bounds(choice: CorrectionChoice) -> CorrectionChoice:
-    """Return the correction with its own bounds where they are left open."""
-    name = built_in(choice.name)
-    if name is None:
-        return choice
-    own = CORRECTIONS[name]
-    low = own.low if choice.low is None else choice.low
-    return CorrectionChoice(choice.name, low, own.high if choice.high is None else choice.high)
-
-
 def write_corrections(choices: tuple[CorrectionChoice, ...]) -> str:
     """Return the text that `parse_corrections` reads."""
     return " + ".join(map(_write, choices)) or "none"
 
 
-def of_older_settings(name: str, low: float | None, high: float | None) -> str:
-    """Return `loss.correction` of a run whose bounds were the settings `loss.correction_low` and `loss.correction_high`."""
-    if low is None and high is None:
-        return name
-    (choice,) = parse_corrections(name)
-    return write_corrections((fill_bounds(choice._replace(low=low, high=high)),))
-
-
-def join_older_settings(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a run's identity, each as TOML, as they are named and written now."""
-    if "loss.correction_high" not in values:
-        return dict(values)
-    joined = dict(values)
-    low, high = (_number(joined.pop(f"loss.correction_{side}", "none")) for side in ("low", "high"))
-    name = joined["loss.correction"].strip('"')
-    joined["loss.correction"] = f'"{of_older_settings(name, low, high)}"'
-    return joined
-
-
-def _number(text: str | None) -> float | None:
-    return None if text is None or text == "none" else float(text)
+def _parse(part: str, text: str) -> CorrectionChoice:
+    name, bounds = parse_method(part, _SETTING)
+    if ":" in name:
+        if bounds:
+            problem = f"the function {name} is not given any bounds"
+            raise SettingError(_SETTING, text, problem, "Remove them, and write the bound in the function.")
+        return CorrectionChoice(name)
+    known = built_in(name)
+    if known is None:
+        raise unknown_method(name, CORRECTIONS, text, _SETTING)
+    if len(bounds) > 2:
+        problem = f"{name} has a lower and an upper bound, and gets {len(bounds)}"
+        raise SettingError(_SETTING, text, problem, "Give it at most two numbers.")
+    if len(bounds) == 2 and CORRECTIONS[known].low is None:
+        raise SettingError(_SETTING, text, f"{name} has no lower bound", "Give it one number.")
+    low = bounds[0] if len(bounds) == 2 else CORRECTIONS[known].low
+    high = bounds[-1] if bounds else CORRECTIONS[known].high
+    if high <= (low or 0.0):
+        problem = f"the bounds of {name} leave nothing between them"
+        raise SettingError(_SETTING, text, problem, "Give a lower bound below the upper one.")
+    return CorrectionChoice(name, low, high)
 
 
 def _write(choice: CorrectionChoice) -> str:
-    bounds = [repr(float(bound)).removesuffix(".0") for bound in (choice.low, choice.high) if bound is not None]
-    return f"{choice.name}({', '.join(bounds)})" if bounds else choice.name
+    return str(Method(choice.name, tuple(bound for bound in (choice.low, choice.high) if bound is not None)))

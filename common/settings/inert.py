@@ -12,13 +12,6 @@ from offbeat.common.settings.config import Config, EnvironmentSection, JudgeSect
 from offbeat.common.settings.loading import setting_value
 
 _DEFAULTS = Config()
-_OF_OBJECTIVES = {
-    ("tau_positive", "tau_negative"): ("sapo", "sapo_sequence"),
-    ("clipped_gradients",): ("ce_gppo",),
-    ("vespo_positive", "vespo_negative"): ("vespo",),
-    ("m2_threshold",): ("m2po",),
-}
-"""Settings of `[loss]` that only these objectives read."""
 
 
 class _Reader(NamedTuple):
@@ -124,15 +117,8 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         "reward.overlong_buffer = 0 punishes no completion",
         "set reward.overlong_buffer",
     )
-    for settings, objectives in _OF_OBJECTIVES.items():
-        yield _Reader(
-            tuple(f"loss.{name}" for name in settings),
-            loss.objective in objectives and not loss.function,
-            "loss.function takes the place of the objective" if loss.function else f"loss.objective = {loss.objective!r}",
-            "remove loss.function" if loss.function else f'set loss.objective="{objectives[0]}"',
-        )
     yield _Reader(
-        ("loss.dual_clip", "loss.weight_cap"),
+        ("loss.dual_clip",),
         not loss.function,
         "loss.function takes the place of the objective",
         "remove loss.function",

@@ -3,11 +3,12 @@
 The text below each setting is what `offbeat explain` prints.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from offbeat.common.settings.objectives import Aggregation, Baseline
 from offbeat.common.settings.section import (
     Fraction,
     NonNegativeFloat,
@@ -17,23 +18,6 @@ from offbeat.common.settings.section import (
     PositiveInt,
     Section,
 )
-
-CorrectionName = Literal[
-    "token_tis",
-    "geometric_tis",
-    "sequence_tis",
-    "icepop",
-    "sequence_mask",
-    "geometric_mask",
-    "segment_mask",
-    "k2_mask",
-    "k3_mask",
-    "opsm",
-]
-"""The built-in corrections."""
-
-_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_CORRECTION = rf"(?:(?:{'|'.join(get_args(CorrectionName))})(?: ?\({_NUMBER}(?:, ?{_NUMBER})?\))?|[\w.]+:\w+)"
 
 
 class RewardSection(Section, frozen=True):
@@ -63,7 +47,7 @@ class AdvantageSection(Section, frozen=True):
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own advantages, as `module:function`, in place of baseline and standard deviation. It takes a step's rewards, an
     array `[groups, group_size]`, and returns such an array (docs/own_code.md). Empty: no such function."""
-    baseline: Literal["group", "leave_one_out", "length_weighted", "critic", "zero"] | None = None
+    baseline: Baseline | None = None
     """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
     group. length_weighted: the mean of its group, in which a completion counts by its number of tokens. critic: a learned
     value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default, critic for ppo and group
@@ -93,30 +77,9 @@ class AdvantageSection(Section, frozen=True):
 class LossSection(Section, frozen=True):
     """The objective, its importance ratio, and the average over tokens."""
 
-    objective: Literal[
-        "gspo",
-        "gspo_token",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "luspo",
-        "gmpo",
-        "ctpo",
-        "ce_gppo",
-        "sapo",
-        "sapo_sequence",
-        "cispo",
-        "minirl",
-        "dppo_tv",
-        "dppo_kl",
-        "aspo",
-        "topr",
-        "vespo",
-        "m2po",
-        "reinforce",
-        "ppo",
-    ] = "gspo"
-    """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
+    objective: str = "gspo"
+    """Training objective, with its parameters in parentheses if they are not its paper's, as in `sapo(1, 1.05)`;
+    docs/objectives.md describes each. It decides the default of every setting below that is none."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
     defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
@@ -148,25 +111,7 @@ class LossSection(Section, frozen=True):
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
     that the objective clips is larger. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none: no cap."""
-    weight_cap: PositiveFloat | None = None
-    """Largest weight of a token in minirl, dppo_tv, dppo_kl and aspo. none: the objective's default, 5 for minirl, 3 for aspo
-    and 20 for the others."""
-    tau_positive: PositiveFloat = 1.0
-    """Temperature of sapo and sapo_sequence for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
-    """Temperature of sapo and sapo_sequence for negative advantages."""
-    clipped_gradients: tuple[NonNegativeFloat, NonNegativeFloat] = (0.75, 1.0)
-    """Parts of their gradient that tokens keep in ce_gppo: below the band, with a negative advantage, and above it, with a
-    positive one (the paper's beta_1 and beta_2)."""
-    vespo_positive: tuple[NonNegativeFloat, NonNegativeFloat] = (2.0, 3.0)
-    """VESPO's k and lambda for positive advantages: a completion weighs `W^k exp(lambda (1 - W))`, with W its importance
-    weight."""
-    vespo_negative: tuple[NonNegativeFloat, NonNegativeFloat] = (3.0, 2.0)
-    """VESPO's k and lambda for negative advantages."""
-    m2_threshold: PositiveFloat = 0.04
-    """Largest mean of `(log pi/mu)^2` that M2PO leaves among the tokens that their advantage pushes away from 1; it drops the
-    largest of the step until then, and clips nothing."""
-    correction: Annotated[str, Meta(pattern=rf"^(?:none|{_CORRECTION}(?: ?\+ ?{_CORRECTION})*)$")] = "none"
+    correction: str = "none"
     """Weights and masks applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
     decoupled and the interpolated anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own,
     as in `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + `
@@ -174,10 +119,7 @@ class LossSection(Section, frozen=True):
     normalize_correction: bool = False
     """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
     (self-normalized importance sampling). Only with the decoupled anchor."""
-    aggregation: (
-        Literal["token-mean", "prompt-mean-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-        | None
-    ) = None
+    aggregation: Aggregation | None = None
     """Average that turns token losses into one number. none: the objective's default."""
     aggregation_length: PositiveInt | None = None
     """Constant by which seq-mean-token-sum-norm divides, in tokens. none: `rollout.max_new_tokens`."""

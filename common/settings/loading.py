@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from msgspec.structs import FieldInfo
 
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.setting_text import has_mask, masked, shown, to_toml
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, TaskSection
-from offbeat.common.settings.corrections import of_older_settings
+from offbeat.common.settings.corrections import CORRECTIONS, parse_corrections
 from offbeat.common.settings.docstrings import field_docstrings
-from offbeat.common.settings.objectives import complete
+from offbeat.common.settings.objectives import DEFAULTS, parse_objective
 from offbeat.common.settings.section import Section
 
 LARGEST_NUMBER = 2**53
@@ -30,15 +31,14 @@ LARGEST_NUMBER = 2**53
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Names from other systems, as `section.key`, with the key of the setting they stand for."""
 
-
-REMOVED_VALUES = {
-    ("loss.correction", "m2po"): (
-        "this mask gave the tokens that it kept no weight, which is not M2PO, and it is gone",
-        'Set loss.objective="m2po" for M2PO. A run that has the mask cannot go on; to read its folder, set it to "none" in its '
-        "config.toml.",
-    )
+_METHODS: dict[str, tuple[Callable[[str], object], str]] = {
+    "loss.objective": (parse_objective, f"one of {', '.join(DEFAULTS)}, with its parameters or without"),
+    "loss.correction": (
+        parse_corrections,
+        f"none, or {', '.join(CORRECTIONS)} or module:function, with bounds or without, several joined by +",
+    ),
 }
-"""Values that a setting once had, with the problem and the cure."""
+"""Settings that name methods: the function that raises `SettingError` for a mistake in the text, and the accepted values."""
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Suffixes of data files."""
@@ -62,7 +62,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
 
     An override may leave out the section where `full_name` does without it.
 
-    Fills in the objective's defaults (`common.settings.objectives`). The value of an override is parsed as TOML; text that is
+    Fills in the objective's defaults (`common.settings.completion`). The value of an override is parsed as TOML; text that is
     not TOML is taken as a string, so quotes are rarely needed. Raises `SettingError` for a file that cannot be read, for an
     unknown setting, and for a value of the wrong type or out of range.
     """
@@ -76,7 +76,6 @@ def load_text(text: str, overrides: Sequence[str] = ()) -> Config:
 
 def _load(data: dict[str, Any], overrides: Sequence[str]) -> Config:
     _replace_aliases(data)
-    _join_correction(data)
     converted: list[Config] = []
     # Values are converted even where an override has failed: all mistakes are told at once.
     collect_errors(
@@ -253,14 +252,6 @@ def _replace_aliases(data: dict[str, Any]) -> None:
         table[key] = table.pop(name)
 
 
-def _join_correction(data: dict[str, Any]) -> None:
-    """Move a correction's bounds behind its name, where the file is of a version in which they were settings."""
-    loss = data.get("loss")
-    if isinstance(loss, dict) and isinstance(name := loss.get("correction"), str):
-        low, high = (loss.pop(f"correction_{side}", None) for side in ("low", "high"))
-        loss["correction"] = of_older_settings(name, low, high)
-
-
 def _apply_override(data: dict[str, Any], override: str) -> None:
     """Set one value in the nested tables of a config file; the path may lead into a setting that is itself a table."""
     setting, equals, raw = override.partition("=")
@@ -351,8 +342,6 @@ def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
     if value == "none" and isinstance(accepted, types.UnionType) and accepted.includes_none:
         return None
     setting, cure = f"{section_name}.{field.name}", f"Give {_describe(accepted)}."
-    if isinstance(value, str) and (setting, value) in REMOVED_VALUES:
-        raise SettingError(setting, value, *REMOVED_VALUES[setting, value])
     # TOML has nan and inf; nan would pass every comparison with a bound.
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingError(setting, value, "the number is not finite", cure)
@@ -362,6 +351,8 @@ def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
         raise SettingError(setting, value, "the value is not accepted", cure) from error
     if isinstance(converted, int) and converted > LARGEST_NUMBER:
         raise SettingError(setting, value, f"the number is above {LARGEST_NUMBER}", cure)
+    if setting in _METHODS and isinstance(converted, str):
+        _METHODS[setting][0](converted)
     return converted
 
 
@@ -402,6 +393,7 @@ def _explain_section(section_name: str) -> list[Explanation]:
     for field in _fields(section_name).values():
         value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
         default = "none" if value is None else to_toml(value)
-        kind = _describe(types.type_info(field.type))
-        rows.append(Explanation(f"{section_name}.{field.name}", kind, default, docstrings[field.name]))
+        setting = f"{section_name}.{field.name}"
+        kind = _METHODS[setting][1] if setting in _METHODS else _describe(types.type_info(field.type))
+        rows.append(Explanation(setting, kind, default, docstrings[field.name]))
     return rows

@@ -1,17 +1,11 @@
 """Checks of the objective's settings: contradictions, settings without effect, and combinations that are easily misread."""
 
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.completion import engine_noise
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.corrections import (
-    CORRECTIONS,
-    WEIGHING,
-    CorrectionChoice,
-    built_in,
-    own_functions,
-    parse_corrections,
-)
+from offbeat.common.settings.corrections import WEIGHING, own_functions, parse_corrections
 from offbeat.common.settings.learning_sections import TrainSection
-from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, engine_noise, resolve_clip
+from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, parse_objective
 from offbeat.common.settings.sequence_parallel import SETTING
 
 _CORRECTED = ("decoupled", "interpolated")
@@ -19,7 +13,7 @@ _CORRECTED = ("decoupled", "interpolated")
 
 
 def check_objective(config: Config) -> None:
-    """Raise `SettingError` for the first contradiction; `config` is complete (`common.settings.objectives.complete`)."""
+    """Raise `SettingError` for the first contradiction; `config` is complete (`common.settings.completion`)."""
     _check_ratio(config)
     _check_clip(config)
     _check_correction(config)
@@ -36,10 +30,10 @@ def objective_warnings(config: Config) -> list[str]:
     warnings: list[str] = []
     choices = parse_corrections(loss.correction)
     weighs = any(choice.name in WEIGHING for choice in choices)
-    max_new_tokens = config.rollout.max_new_tokens
-    band = resolve_clip(loss, max_new_tokens)
-    # At half of it a usual engine's noise alone is beyond the band for a third of the completions.
-    is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < engine_noise(max_new_tokens) / 2
+    is_narrow = False
+    if defaults_of(loss.objective).is_sequence_ratio and loss.clip_low is not None and loss.clip_high is not None:
+        # At half of it a usual engine's noise alone is beyond the band for a third of the completions.
+        is_narrow = min(loss.clip_low, loss.clip_high) < engine_noise(config.rollout.max_new_tokens) / 2
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
     if is_narrow and loss.anchor not in (*RECOMPUTED, "group") and not loss.noise_floor:
         warnings.append(
@@ -83,14 +77,14 @@ def _check_ratio(config: Config) -> None:
         )
     if loss.anchor == "group":
         _check_group_ratio(config)
-    if loss.anchor != "behavior" and loss.objective == "m2po":
+    if loss.anchor != "behavior" and parse_objective(loss.objective).name == "m2po":
         raise SettingError(
             "loss.anchor",
             loss.anchor,
             'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
             'Set loss.anchor="behavior".',
         )
-    has_behavior_weight = DEFAULTS[loss.objective].has_behavior_weight and not loss.function
+    has_behavior_weight = defaults_of(loss.objective).has_behavior_weight and not loss.function
     if loss.anchor in _CORRECTED and has_behavior_weight:
         raise SettingError(
             "loss.anchor",
@@ -125,7 +119,7 @@ def _check_ratio(config: Config) -> None:
 
 def _check_group_ratio(config: Config) -> None:
     loss = config.loss
-    if not DEFAULTS[loss.objective].is_sequence_ratio or loss.function:
+    if not defaults_of(loss.objective).is_sequence_ratio or loss.function:
         raise SettingError(
             "loss.anchor",
             "group",
@@ -148,24 +142,23 @@ def _is_one_step(train: TrainSection) -> bool:
 
 def _check_clip(config: Config) -> None:
     loss = config.loss
-    defaults = DEFAULTS[loss.objective]
+    defaults = defaults_of(loss.objective)
     for name, value in (("clip_low", loss.clip_low), ("clip_high", loss.clip_high)):
         if value is not None and loss.function:
             problem = f"loss.function = {loss.function!r} takes the place of the loss that would clip"
             raise SettingError(f"loss.{name}", value, problem, "Remove it, or remove loss.function.")
         if value is not None and defaults.band is None:
             raise SettingError(f"loss.{name}", value, f"loss.objective = {loss.objective!r} does not clip", "Remove it.")
+    chosen = parse_objective(loss.objective)
+    if loss.function and chosen != parse_objective(chosen.name):
+        problem = f"loss.function = {loss.function!r} takes the place of the loss that would read the parameters"
+        raise SettingError("loss.objective", loss.objective, problem, f'Write "{chosen.name}", or remove loss.function.')
     if loss.clip_low is not None and loss.clip_low > 1:
         raise SettingError("loss.clip_low", loss.clip_low, "no ratio is below 0", "Set it to 1 for no lower bound.")
     if loss.dual_clip is not None and not defaults.dual_clip:
         with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].dual_clip)
         raise SettingError(
             "loss.dual_clip", loss.dual_clip, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
-        )
-    if loss.weight_cap is not None and defaults.weight_cap is None:
-        with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].weight_cap is not None)
-        raise SettingError(
-            "loss.weight_cap", loss.weight_cap, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
         )
     if loss.aggregation_length is not None and loss.aggregation != "seq-mean-token-sum-norm":
         raise SettingError(
@@ -179,8 +172,6 @@ def _check_clip(config: Config) -> None:
 def _check_correction(config: Config) -> None:
     loss = config.loss
     choices = parse_corrections(loss.correction)
-    for choice in choices:
-        _check_bounds(loss.correction, choice)
     weighing = [choice.name for choice in choices if choice.name in WEIGHING]
     if len(weighing) > 1:
         problem = f"{' and '.join(weighing)} weigh by the same ratio, which would count twice"
@@ -193,20 +184,6 @@ def _check_correction(config: Config) -> None:
     if loss.normalize_correction and loss.anchor != "decoupled":
         problem = f"with loss.anchor = {loss.anchor!r} weights change with the policy, so their mean is not known in advance"
         raise SettingError("loss.normalize_correction", True, problem, 'Remove it, or set loss.anchor="decoupled".')
-
-
-def _check_bounds(text: str, choice: CorrectionChoice) -> None:
-    name = built_in(choice.name)
-    if name is None:
-        if choice.high is not None:
-            problem = f"the function {choice.name} is not given any bounds"
-            raise SettingError("loss.correction", text, problem, "Remove them, and write the bound in the function.")
-        return
-    if CORRECTIONS[name].low is None and choice.low is not None:
-        raise SettingError("loss.correction", text, f"{choice.name} has no lower bound", "Give it one number.")
-    if choice.high is None or choice.high <= (choice.low or 0.0):
-        problem = f"the bounds of {choice.name} leave nothing between them"
-        raise SettingError("loss.correction", text, problem, "Give a lower bound below the upper one.")
 
 
 def _check_advantage(config: Config) -> None:
@@ -241,7 +218,7 @@ def _check_advantage(config: Config) -> None:
         'advantage.turns = "to_go"': advantage.turns == "to_go",
         f"kl.reward_coef = {kl.reward_coef}": kl.reward_coef > 0,
     }
-    if DEFAULTS[config.loss.objective].shares_advantage and any(varies.values()):
+    if defaults_of(config.loss.objective).shares_advantage and any(varies.values()):
         raise SettingError(
             "loss.objective",
             config.loss.objective,

@@ -119,8 +119,7 @@ RULES = (
         "refused",
         _of(
             "loss",
-            "objective function anchor routing_replay dual_clip weight_cap tau_positive tau_negative clipped_gradients "
-            "vespo_positive vespo_negative m2_threshold "
+            "objective function anchor routing_replay dual_clip "
             "correction normalize_correction aggregation aggregation_length entropy_coef zero_variance",
         ),
         "It is part of the objective.",

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,8 +108,8 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
 
 
 def split_list(text: str) -> list[str]:
-    """Return the parts of `a, b,c` without blanks; an empty text has none."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    """Return the parts of `a, b(1, 2)` without blanks, split at commas outside parentheses; an empty text has none."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
 
 
 def split_numbers(option: str, text: str, *, at_least: int) -> list[int]:

@@ -20,9 +20,10 @@ from transformers import AutoTokenizer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import resolve_model
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.objective_checks import check_objective
-from offbeat.common.settings.objectives import DEFAULTS, complete
+from offbeat.common.settings.objectives import DEFAULTS, parse_objective
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
 from offbeat.learner.leases.groups import Group, unpack
@@ -111,24 +112,22 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
 
 
 def objective_config(config: Config, objective: str) -> Config:
-    """Return the run's config with another objective, and the values that `common.settings.objectives` completes for it.
+    """Return the run's config with another objective, and the values that `common.settings.completion` fills in for it.
 
     Anchor, correction, KL and whatever else is not the objective's stays. `SettingError` where that cannot be, or where the
     checkpoints have no critic that it needs, or have one.
     """
-    if objective not in DEFAULTS:
-        raise SettingError("--loss", objective, "there is no such objective", f"Take from {', '.join(DEFAULTS)}.")
+    method = parse_objective(objective, setting="--loss")
     config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, noise_floor=""))
-    if objective == config.loss.objective:
+    if str(method) == config.loss.objective:
         return config
     loss = msgspec.structs.replace(
         config.loss,
-        objective=objective,
+        objective=str(method),
         function="",
         clip_low=None,
         clip_high=None,
-        dual_clip=config.loss.dual_clip if DEFAULTS[objective].dual_clip else None,
-        weight_cap=None,
+        dual_clip=config.loss.dual_clip if DEFAULTS[method.name].dual_clip else None,
         aggregation=None,
         aggregation_length=None,
         zero_variance=None,

@@ -297,7 +297,7 @@ def _learning(history: RunHistory, config: RunSettings) -> PageSection:
 
 def _staleness(history: RunHistory, config: RunSettings) -> PageSection:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
-    objective = DEFAULTS.get(str(config.setting("loss", "objective")))
+    objective = DEFAULTS.get(str(config.setting("loss", "objective")).partition("(")[0])
     if objective is not None and objective.bounds_divergence:
         clip_low = clip_high = None
     plots = (

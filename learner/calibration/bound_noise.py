@@ -46,9 +46,9 @@ class BoundCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     setting: str
-    """`loss.correction` or `loss.m2_threshold`."""
+    """`loss.correction`, or `loss.objective` for m2po."""
     value: str
-    """The correction with its bounds, or the threshold."""
+    """The correction with its bounds, or the objective with its threshold."""
     predicted: float
     measured: float
     recommended: str | None

@@ -7,9 +7,9 @@ import torch
 
 from offbeat.common.records.rows import EngineRow, EventRow, Recorder, StepRow
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.corrections import fill_bounds, parse_corrections, write_corrections
+from offbeat.common.settings.corrections import parse_corrections, write_corrections
 from offbeat.common.settings.learning_sections import LossSection
-from offbeat.common.settings.objectives import DEFAULTS
+from offbeat.common.settings.objectives import defaults_of, objective_parameters, parse_objective
 from offbeat.learner.calibration.bound_noise import (
     expected_dropped,
     expected_touched,
@@ -28,7 +28,7 @@ from offbeat.learner.calibration.noise_by_sign import allowed_difference
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
-from offbeat.learner.objectives.objective import Objective, resolve_objective
+from offbeat.learner.objectives.objective import Objective, make_objective
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Hello
 
@@ -41,7 +41,7 @@ WARNED_SHARE = 2 * NOISE_CLIP_SHARE
 def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibration) -> list[str]:
     """Return a warning for each bound of `objective` that the calibrated noise reaches, with the share and the cure.
 
-    `loss` are the settings that the objective was resolved from. The completions are taken to be as long as the calibrated
+    `loss` are the settings that the objective was made from. The completions are taken to be as long as the calibrated
     ones, and the signs of their advantages to be as frequent; for corrections half are taken to be below 0.
     """
     lengths = np.tile(calibration.lengths, 2)
@@ -50,7 +50,7 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     warnings: list[str] = []
     if objective.engine_band is not None:
         warnings += _of_band(loss, objective.engine_band, "clips", calibration)
-    if loss.objective == "dppo_tv" and objective.bounds is not None and objective.anchor == "behavior":
+    if parse_objective(loss.objective).name == "dppo_tv" and objective.bounds is not None and objective.anchor == "behavior":
         # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
         warnings += _of_band(loss, objective.bounds, "drops up to", calibration)
     for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
@@ -58,14 +58,13 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
         if share > WARNED_SHARE:
             recommended = recommend_bounds(calibration.floor, rule, lengths)
             cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
-            name = write_corrections((fill_bounds(choice),))
+            name = write_corrections((choice,))
             warnings.append(f"loss.correction: {name} {_does(rule)} {_of_noise(share)}{cure}")
     if objective.m2_threshold is not None:
         share = expected_dropped(calibration.floor, objective.m2_threshold)
         if share > WARNED_SHARE:
-            needed = recommend_m2_threshold(calibration.floor, LossSection().m2_threshold)
-            setting = f"loss.m2_threshold = {objective.m2_threshold:g}"
-            warnings.append(f"{setting} drops {_of_noise(share)} {needed:g} would drop none.")
+            needed = recommend_m2_threshold(calibration.floor, objective_parameters("m2po")["m2_threshold"])
+            warnings.append(f"loss.objective: {loss.objective} drops {_of_noise(share)} m2po({needed:g}) would drop none.")
     return warnings
 
 
@@ -75,7 +74,7 @@ def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibrat
     share = float(calibration.noise.expected_clip(band, lengths, positive, negative).mean())
     if share <= WARNED_SHARE:
         return []
-    own = DEFAULTS[loss.objective].band
+    own = defaults_of(loss.objective).band
     assert own is not None, "an objective that clips has a band of its own"
     needed = recommend_band(floor, lengths, band._replace(low=own.low, high=own.high))
     setting = f"loss.clip_low = {band.low:g}, loss.clip_high = {band.high:g}"
@@ -102,11 +101,11 @@ class CalibrationWatch:
         if self._calibration is not None:
             self._tell(None, self._calibration.learner, numerics)
 
-    def check_bounds(self, loss: LossSection, *, max_new_tokens: int) -> None:
+    def check_bounds(self, loss: LossSection) -> None:
         """Compare clip band, corrections and thresholds with the calibrated noise."""
         if self._calibration is None:
             return
-        for warning in noise_warnings(loss, resolve_objective(loss, max_new_tokens=max_new_tokens), self._calibration):
+        for warning in noise_warnings(loss, make_objective(loss), self._calibration):
             logger.warning(warning)
             self._record(EventRow(event="noise_reaches_bounds", detail=warning))
 
@@ -155,5 +154,5 @@ def watch_calibration(
     """
     watch = CalibrationWatch(calibration, record)
     watch.check_learner(learner_numerics(config, hashes, device))
-    watch.check_bounds(config.loss, max_new_tokens=config.rollout.max_new_tokens)
+    watch.check_bounds(config.loss)
     return watch

@@ -47,11 +47,11 @@ def aggregate(token_values: Tensor, completion_mask: Tensor, row_weights: Tensor
     return (row_weights * row_sums).sum()
 
 
-def denominator(mode: Aggregation, *, num_groups: int, num_rows: int, num_tokens: int, length: int) -> float:
+def denominator(mode: Aggregation, *, num_groups: int, num_rows: int, num_tokens: int, length: int | None) -> float:
     """Return the divisor of `aggregate` summed over the global batch; at least 1.
 
     `num_groups`: prompts of the global batch; `num_rows`: its completions, empty ones included; `num_tokens`: its loss tokens;
-    `length`: the constant L of `seq-mean-token-sum-norm`, such as the longest completion allowed.
+    `length`: the constant L of `seq-mean-token-sum-norm`, such as the longest completion allowed; None for the other modes.
     """
     match mode:
         case "token-mean":
@@ -61,6 +61,7 @@ def denominator(mode: Aggregation, *, num_groups: int, num_rows: int, num_tokens
         case "seq-mean-token-mean" | "seq-mean-token-sum":
             count = num_rows
         case "seq-mean-token-sum-norm":
+            assert length is not None, "the constant length is filled in"
             count = num_rows * length
         case _:
             assert_never(mode)

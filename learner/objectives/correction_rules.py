@@ -11,8 +11,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.settings.corrections import WEIGHING, built_in, fill_bounds, parse_corrections
-from offbeat.common.settings.learning_sections import CorrectionName
+from offbeat.common.settings.corrections import WEIGHING, CorrectionName, built_in, parse_corrections
 from offbeat.learner.objectives import corrections
 from offbeat.learner.objectives.bands import Correction
 from offbeat.learner.objectives.own_functions import OwnCorrection, load_correction
@@ -47,7 +46,7 @@ AnyCorrection = CorrectionRule | OwnCorrection
 def resolve_corrections(text: str) -> tuple[AnyCorrection, ...]:
     """Return the corrections of `loss.correction`; import the user's own."""
     resolved: list[AnyCorrection] = []
-    for choice in map(fill_bounds, parse_corrections(text)):
+    for choice in parse_corrections(text):
         name = built_in(choice.name)
         if name is None:
             resolved.append(load_correction(choice.name))

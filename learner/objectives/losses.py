@@ -220,26 +220,27 @@ def ce_gppo(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
-    preserved: tuple[float, float],
+    preserved_below: float,
+    preserved_above: float,
 ) -> TokenLosses:
     """Return the losses of `ppo_clip` whose clipped tokens keep a part of their gradient.
 
-    There `l = -preserved sg[clip(r)] (r / sg[r]) A`. CE-GPPO, https://arxiv.org/abs/2509.20712, with its beta_1 and beta_2 as
-    the two parts `preserved`: of the tokens below the band, whose A is negative, and of those above it, whose A is positive.
-    Gradient there: `-preserved[0] (1 - clip_low) A` and `-preserved[1] (1 + clip_high) A`; `-r A` elsewhere. With 0 for both it
-    is that of `ppo_clip`. `dual_clip` is as there, and takes the gradient.
+    There `l = -preserved sg[clip(r)] (r / sg[r]) A`. CE-GPPO, https://arxiv.org/abs/2509.20712: `preserved_below` is its
+    beta_1, for the tokens below the band, whose A is negative, and `preserved_above` its beta_2, for those above it, whose A is
+    positive. Gradient there: `-preserved_below (1 - clip_low) A` and `-preserved_above (1 + clip_high) A`; `-r A` elsewhere.
+    With 0 for both it is that of `ppo_clip`. `dual_clip` is as there, and takes the gradient.
     """
     advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
     log_ratio = inputs.log_ratio
     ratio = bounded_ratio(log_ratio.detach())
     above, below = (advantages > 0) & (ratio > 1 + clip_high), (advantages < 0) & (ratio < 1 - clip_low)
     capped = nowhere(ratio) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
-    value = torch.where(above, preserved[1] * (1 + clip_high), torch.where(below, preserved[0] * (1 - clip_low), ratio))
+    value = torch.where(above, preserved_above * (1 + clip_high), torch.where(below, preserved_below * (1 - clip_low), ratio))
     held = capped | (log_ratio.abs() > LOG_RATIO_BOUND) & ~above & ~below
     # 1, with the gradient of log r.
     straight = 1 + torch.where(held, 0.0, log_ratio - log_ratio.detach())
     value = value if dual_clip is None else torch.where(capped, dual_clip, value)
-    gone = held | (above & (preserved[1] == 0)) | (below & (preserved[0] == 0))
+    gone = held | (above & (preserved_above == 0)) | (below & (preserved_below == 0))
     return TokenLosses(-value * straight * advantages, gone & (advantages != 0), log_ratio.detach())
 
 

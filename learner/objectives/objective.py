@@ -1,7 +1,7 @@
-"""The configured objective: its loss function, correction and aggregation, with every value decided.
+"""The configured objective: its loss function, correction and aggregation.
 
 `OBJECTIVES` is the table of loss functions. A new objective is a function, a row here, and a row of the paper's values in
-`common.settings.objectives.DEFAULTS`.
+`common.settings.objectives.DEFAULTS`. Settings that are left open are filled in before, when a config is loaded.
 """
 
 import math
@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from offbeat.common.settings.learning_sections import LossSection
-from offbeat.common.settings.objectives import (
-    DEFAULTS,
-    RECOMPUTED,
-    Aggregation,
-    resolve_aggregation,
-    resolve_clip,
-    resolve_weight_cap,
-)
+from offbeat.common.settings.objectives import RECOMPUTED, Aggregation, defaults_of, objective_parameters, parse_objective
 from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
@@ -79,8 +72,8 @@ OBJECTIVES: Mapping[str, Callable[..., TokenLosses]] = {
     "vespo": weighted_losses.vespo,
     "reinforce": weighted_losses.reinforce,
 }
-"""The loss function of each `loss.objective`. It takes `LossInputs`, and by keyword the settings that `_parameters` names.
-What else tells the objectives apart, and the papers' values, is in `common.settings.objectives.DEFAULTS`."""
+"""The loss function of each `loss.objective`. It takes `LossInputs`, and by keyword its own parameters and, if it has them,
+`clip_low`, `clip_high` and `dual_clip`. All else that tells objectives apart is in `common.settings.objectives.DEFAULTS`."""
 
 
 class StepConstants(NamedTuple):
@@ -110,7 +103,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """A run's objective. Its settings are those of `[loss]`, with the objective's own values where they are left open."""
+    """A run's objective."""
 
     function: Callable[..., TokenLosses]
     """The loss function: one of `OBJECTIVES`, or the user's own."""
@@ -130,8 +123,8 @@ class Objective:
     normalize_correction: bool
     """Divide the corrections' weights by their mean over the step."""
     aggregation: Aggregation
-    aggregation_length: int
-    """The constant L that `seq-mean-token-sum-norm` divides by; other aggregations ignore it."""
+    aggregation_length: int | None
+    """The constant L that `seq-mean-token-sum-norm` divides by; None for the other aggregations."""
     entropy_coef: float
     """Factor of the entropy bonus; 0 for none."""
 
@@ -185,45 +178,33 @@ class Objective:
         )
 
 
-def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
-    """Return the objective of these settings. Settings left open take the values of `common.settings.objectives`."""
-    function = OBJECTIVES[loss.objective] if not loss.function else _own_loss(load_loss(loss.function))
-    parameters = _parameters(loss, max_new_tokens)
+def make_objective(loss: LossSection) -> Objective:
+    """Return the objective of these settings, none of which is left open. Import the user's own functions."""
+    chosen = parse_objective(loss.objective)
+    function = OBJECTIVES[chosen.name] if not loss.function else _own_loss(load_loss(loss.function))
     taken = [name for name, parameter in signature(function).parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
-    defaults = DEFAULTS[loss.objective]
+    of_settings = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
+    parameters = of_settings | objective_parameters(loss.objective)
+    defaults = defaults_of(loss.objective)
     bounds = None
     if "clip_low" in taken:
-        bounds = ClipBand(parameters["clip_low"], parameters["clip_high"], defaults.is_sequence_ratio, defaults.is_prefix_ratio)
+        assert loss.clip_low is not None and loss.clip_high is not None, "the band of the objective is filled in"
+        bounds = ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio, defaults.is_prefix_ratio)
+    assert loss.aggregation is not None, "the aggregation of the objective is filled in"
     return Objective(
         function=function,
         parameters={name: parameters[name] for name in taken if name != "cutoff"},
         bounds=bounds,
         clips_ratio=bounds is not None and not defaults.bounds_divergence,
         takes_gradient=not defaults.keeps_gradient,
-        m2_threshold=loss.m2_threshold if "cutoff" in taken else None,
+        m2_threshold=parameters["m2_threshold"] if "cutoff" in taken else None,
         anchor=loss.anchor,
         corrections=resolve_corrections(loss.correction),
         normalize_correction=loss.normalize_correction,
-        aggregation=resolve_aggregation(loss),
-        aggregation_length=loss.aggregation_length or max_new_tokens,
+        aggregation=loss.aggregation,
+        aggregation_length=loss.aggregation_length,
         entropy_coef=loss.entropy_coef,
     )
-
-
-def _parameters(loss: LossSection, max_new_tokens: int) -> dict[str, Any]:
-    """Return the keyword arguments of all loss functions by name; None for those that the objective has no value for."""
-    clip = resolve_clip(loss, max_new_tokens)
-    return {
-        "clip_low": None if clip is None else clip.low,
-        "clip_high": None if clip is None else clip.high,
-        "dual_clip": loss.dual_clip,
-        "weight_cap": resolve_weight_cap(loss),
-        "tau_positive": loss.tau_positive,
-        "tau_negative": loss.tau_negative,
-        "preserved": loss.clipped_gradients,
-        "positive": loss.vespo_positive,
-        "negative": loss.vespo_negative,
-    }
 
 
 def _own_loss(function: OwnLoss) -> Callable[[LossInputs], TokenLosses]:

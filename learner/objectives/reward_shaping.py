@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.learning_sections import RewardSection
-from offbeat.common.settings.objectives import resolve_overlong_buffer
 from offbeat.common.user_code.functions import load_function, located
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
@@ -76,14 +75,15 @@ class ShapedRewards(NamedTuple):
     """The moments to continue with."""
 
 
-def resolve_reward_shaping(reward: RewardSection, *, objective: str, max_new_tokens: int) -> RewardShaping:
-    """Return the shaping of these settings; those left open take the objective's own values.
+def make_reward_shaping(reward: RewardSection, *, max_new_tokens: int) -> RewardShaping:
+    """Return the shaping of these settings, none of which is left open.
 
     Loads the user's length penalty. Raises `SettingError` if there is no such function.
     """
+    assert reward.overlong_buffer is not None, "the objective's value is filled in"
     return RewardShaping(
         max_new_tokens=max_new_tokens,
-        overlong_buffer=resolve_overlong_buffer(reward, objective, max_new_tokens),
+        overlong_buffer=reward.overlong_buffer,
         overlong_penalty=reward.overlong_penalty,
         length_penalty=load_length_penalty(reward.length_penalty) if reward.length_penalty else None,
         norm_mean=reward.norm_mean,

@@ -141,17 +141,20 @@ def topr(inputs: LossInputs) -> TokenLosses:
 def vespo(
     inputs: LossInputs,
     *,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
 ) -> TokenLosses:
     """`l = -sg[phi(W)] A policy_logprobs` with `phi(W) = W^k exp(lambda (1 - W))` and `W = prod_t r_t` of the row.
 
     VESPO, https://arxiv.org/abs/2602.10693: a soft bound of the whole importance weight, not normalized by length. phi(1) is 1,
-    and phi falls to 0 on both sides of its peak at `k / lambda`. `positive` is `(k, lambda)` where A > 0, `negative` where
-    A < 0. Gradient: `-phi(W) A`; `clipped` where phi is too small for the number type, and so 0.
+    and phi falls to 0 on both sides of its peak at `k / lambda`. k and lambda are those of the sign of A.
+    Gradient: `-phi(W) A`; `clipped` where phi is too small for the number type, and so 0.
     """
     log_weight = _log_product(inputs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    of_positive, of_negative = ((k * log_weight - rate * log_weight.expm1()).exp() for k, rate in (positive, negative))
+    of_positive = (k_positive * log_weight - lambda_positive * log_weight.expm1()).exp()
+    of_negative = (k_negative * log_weight - lambda_negative * log_weight.expm1()).exp()
     weight = torch.where(inputs.advantages > 0, of_positive, of_negative)
     token_losses = weight * reinforce(inputs).losses
     return TokenLosses(token_losses, inputs.completion_mask & (inputs.advantages != 0) & (weight == 0), None)

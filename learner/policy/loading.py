@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.settings.checks import compile_obstacle
 from offbeat.common.settings.config import Config, ModelSection
-from offbeat.common.settings.objectives import RECOMPUTED, resolve_baseline
+from offbeat.common.settings.objectives import RECOMPUTED
 from offbeat.common.settings.sequence_parallel import SETTING
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -56,7 +56,7 @@ def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> 
     return CompletionLogprobs(
         policy,
         fp32_head=config.train.fp32_head,
-        value_head=resolve_baseline(config.advantage, config.loss.objective) == "critic",
+        value_head=config.advantage.baseline == "critic",
         sequence_group=sequence_group,
         offloads=config.train.activation_checkpointing == "offload",
     )

@@ -23,7 +23,7 @@ from offbeat.common.processes.files import replace
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.records.run_folder import IDENTITY_FILE, PROMPT_HASHES_FILE
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.corrections import join_older_settings, own_functions
+from offbeat.common.settings.corrections import own_functions
 from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.settings.resume_rules import OUTCOMES
 from offbeat.common.user_code.functions import is_function
@@ -131,7 +131,7 @@ def compare(before: RunIdentity, after: RunIdentity) -> list[Change]:
     """Return all differences but the ignored ones. A name that one of the two does not have says nothing."""
     return [
         Change(name, theirs[name], value)
-        for theirs, ours in ((join_older_settings(before.settings), after.settings), (before.contents, after.contents))
+        for theirs, ours in ((before.settings, after.settings), (before.contents, after.contents))
         for name, value in ours.items()
         if name in theirs and theirs[name] != value and OUTCOMES[name] != "ignored"
     ]

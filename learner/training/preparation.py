@@ -15,7 +15,7 @@ from offbeat.common.models.folders import resolve_model
 from offbeat.common.models.images import ImageReader
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
-from offbeat.common.settings.objectives import Baseline, resolve_baseline, resolve_divide_by_std
+from offbeat.common.settings.objectives import Baseline
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
     GroupBaseline,
@@ -31,7 +31,7 @@ from offbeat.learner.objectives.advantages import (
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
 from offbeat.learner.objectives.objective import Objective
 from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantage
-from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
+from offbeat.learner.objectives.reward_shaping import RunningMoments, make_reward_shaping, shape_rewards
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.networks import FrozenOutputs, Networks
 from offbeat.learner.policy.process_group import gather_tensors
@@ -85,10 +85,8 @@ class Preparation:
         self._kl = config.kl
         self._needs_proximal = objective.needs_proximal
         self._is_prompt_mean = objective.aggregation == "prompt-mean-token-mean"
-        self._advantage = resolve_advantage(config.advantage, objective=config.loss.objective)
-        self._shaping = resolve_reward_shaping(
-            config.reward, objective=config.loss.objective, max_new_tokens=config.rollout.max_new_tokens
-        )
+        self._advantage = make_advantage_rule(config.advantage)
+        self._shaping = make_reward_shaping(config.reward, max_new_tokens=config.rollout.max_new_tokens)
         has_images = bool(config.task.image_field)
         self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
 
@@ -133,12 +131,13 @@ class Preparation:
         return scale_advantages(prepared, self._advantage, num_alike=num_alike)
 
 
-def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> AdvantageRule:
-    """Return the rule of these settings; those left open take the objective's own values."""
+def make_advantage_rule(advantage: AdvantageSection) -> AdvantageRule:
+    """Return the rule of these settings, none of which is left open."""
+    assert advantage.baseline is not None and advantage.divide_by_std is not None, "the objective's values are filled in"
     return AdvantageRule(
-        baseline=resolve_baseline(advantage, objective),
+        baseline=advantage.baseline,
         turns=advantage.turns,
-        divide_by_std=resolve_divide_by_std(advantage, objective),
+        divide_by_std=advantage.divide_by_std,
         std_epsilon=advantage.std_epsilon,
         std_unbiased=advantage.std_unbiased,
         whiten=advantage.whiten,

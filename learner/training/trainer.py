@@ -30,7 +30,7 @@ from offbeat.learner.diagnostics.loss_metrics import truncated_ess
 from offbeat.learner.diagnostics.step_metrics import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import make_objective
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.policy.networks import Networks, Scored
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group, require_same_settings
@@ -66,7 +66,7 @@ class Trainer:
         """Load the models of the run. Raises ValueError for a model that cannot be trained."""
         self._config = config
         self._train = config.train
-        self._objective = resolve_objective(config.loss, max_new_tokens=config.rollout.max_new_tokens)
+        self._objective = make_objective(config.loss)
         self._preparation = Preparation(config, self._objective)
         place = join_process_group()
         self.rank, self.world_size, self.device = place
@@ -114,7 +114,7 @@ class Trainer:
     def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
         """Train with these settings from the next batch on; None for an objective that does not clip."""
         loss = msgspec.structs.replace(self._config.loss, clip_low=clip_low, clip_high=clip_high)
-        self._objective = resolve_objective(loss, max_new_tokens=self._config.rollout.max_new_tokens)
+        self._objective = make_objective(loss)
         self._train = msgspec.structs.replace(self._train, learning_rate=learning_rate)
 
     def gradient(self, groups: Sequence[Group]) -> tuple[Metrics, Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.settings.completion import complete_loss
 from offbeat.common.settings.learning_sections import LossSection
 
 prepare_environment()
@@ -33,12 +34,14 @@ from offbeat.learner.diagnostics.loss_metrics import loss_metrics  # noqa: E402
 from offbeat.learner.diagnostics.row_statistics import row_statistics  # noqa: E402
 from offbeat.learner.diagnostics.step_metrics import GradientDirection  # noqa: E402
 from offbeat.learner.objectives.aggregation import aggregate  # noqa: E402
-from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective  # noqa: E402
+from offbeat.learner.objectives.objective import PolicyLogprobs, make_objective  # noqa: E402
 from tests.benchmarks.measuring import print_table, spread  # noqa: E402
 
 NUM_ROUNDS = 5
 NUM_ROWS, NUM_TOKENS, MICRO_BATCH_ROWS = 64, 512, 8
-OBJECTIVE = resolve_objective(LossSection(anchor="decoupled", correction="token_tis(0, 1.01)"), max_new_tokens=NUM_TOKENS)
+OBJECTIVE = make_objective(
+    complete_loss(LossSection(anchor="decoupled", correction="token_tis(0, 1.01)"), max_new_tokens=NUM_TOKENS)
+)
 PARTS = ("rows", "metrics", "direction")
 
 

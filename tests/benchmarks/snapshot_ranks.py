@@ -49,9 +49,9 @@ def measure(connection: Connection) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
+    from offbeat.common.settings.completion import complete
     from offbeat.common.settings.config import Config, ModelSection, TaskSection
     from offbeat.common.settings.learning_sections import TrainSection
-    from offbeat.common.settings.objectives import complete
     from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
     from offbeat.common.weights.memory import map_bytes
     from offbeat.learner.policy.lora import merged_parameters

@@ -12,7 +12,6 @@ from msgspec import json
 
 from offbeat.common.models.folders import find_config
 from offbeat.common.settings.config import Config, max_episode_tokens
-from offbeat.common.settings.objectives import resolve_baseline
 
 
 class ModelSizes(NamedTuple):
@@ -212,7 +211,7 @@ def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
         kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
     # The head's gradient, and under ZeRO-3 the whole head.
     head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
-    critic = 4 * tokens * hidden if resolve_baseline(config.advantage, config.loss.objective) == "critic" else 0
+    critic = 4 * tokens * hidden if config.advantage.baseline == "critic" else 0
     return tokens * kept * scale + head + critic
 
 

@@ -4,28 +4,22 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
-from offbeat.common.settings.corrections import CORRECTIONS, fill_bounds, parse_corrections, write_corrections
-from offbeat.common.settings.learning_sections import CorrectionName, LossSection
+from offbeat.common.settings.completion import complete
+from offbeat.common.settings.corrections import CORRECTIONS, CorrectionName, parse_corrections, write_corrections
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.common.settings.objective_checks import objective_warnings
-from offbeat.common.settings.objectives import DEFAULTS, complete
+from offbeat.common.settings.objectives import DEFAULTS, defaults_of, objective_parameters, parse_objective
 
 GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
 
 
-def choices(setting: str) -> set[str]:
-    """Return the values that a setting of the loss may have."""
-    return set(get_args(get_type_hints(LossSection)[setting]))
-
-
-def test_every_objective_and_correction_has_its_defaults() -> None:
-    assert set(DEFAULTS) == choices("objective")
+def test_every_correction_has_its_defaults() -> None:
     assert set(CORRECTIONS) == set(get_args(CorrectionName))
     for name, own in CORRECTIONS.items():
         (choice,) = parse_corrections(load(None, [f"loss.correction={name}"]).loss.correction)
@@ -46,23 +40,64 @@ def test_every_objective_and_correction_has_its_defaults() -> None:
 def test_corrections_are_written_out_with_their_bounds(given: str, completed: str) -> None:
     assert load(None, [f"loss.correction={given}"]).loss.correction == completed
     assert load(None, [f"loss.correction={completed}"]).loss.correction == completed
-    assert write_corrections(tuple(map(fill_bounds, parse_corrections(given)))) == completed
+    assert write_corrections(parse_corrections(given)) == completed
 
 
-@pytest.mark.parametrize("given", ["", "token", "token_tis(", "opsm(1, 2, 3)", "opsm(-1)", "opsm + none", "opsm +"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "token", "token_tis(", "token_tis()", "opsm(1, 2, 3)", "opsm(-1)", "opsm(nan)", "opsm(1)(2)", "opsm + none", "opsm +"],
+)
 def test_text_that_names_no_corrections_is_refused(given: str) -> None:
-    with pytest.raises(SettingError, match=r"loss\.correction"):
+    with pytest.raises(SettingError) as raised:
         load(None, [f"loss.correction={given}"])
+    assert raised.value.setting == "loss.correction"
 
 
-def test_bounds_of_an_older_runs_config_move_behind_the_name(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    for bounds, expected in (
-        ("correction_low = 0.5\ncorrection_high = 3.0", "token_tis(0.5, 3)"),
-        ("correction_high = 3", "token_tis(0, 3)"),
-    ):
-        file.write_text(f'[loss]\ncorrection = "token_tis"\n{bounds}\n')
-        assert load(file).loss.correction == expected
+@pytest.mark.parametrize(
+    ("given", "completed", "parameters"),
+    [
+        ("gspo", "gspo", {}),
+        ("sapo", "sapo(1, 1.05)", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("sapo (2,1e-1)", "sapo(2, 0.1)", {"tau_positive": 2.0, "tau_negative": 0.1}),
+        ("ce_gppo(0, 0)", "ce_gppo(0, 0)", {"preserved_below": 0.0, "preserved_above": 0.0}),
+        ("minirl", "minirl(5)", {"weight_cap": 5.0}),
+        ("aspo(2.5)", "aspo(2.5)", {"weight_cap": 2.5}),
+        ("m2po", "m2po(0.04)", {"m2_threshold": 0.04}),
+        (
+            "vespo",
+            "vespo(2, 3, 3, 2)",
+            {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
+        ),
+    ],
+)
+def test_objective_is_written_out_with_its_parameters(given: str, completed: str, parameters: dict[str, float]) -> None:
+    loss = load(None, [f"loss.objective={given}"]).loss
+    assert (loss.objective, objective_parameters(given)) == (completed, parameters)
+    assert load(None, [f"loss.objective={completed}"]).loss == loss
+    assert defaults_of(given) is DEFAULTS[completed.partition("(")[0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("sappo", ["sappo is not a known name", "Did you mean sapo?"]),
+        ("x", ["x is not a known name", "gspo, gspo_token"]),
+        ("gspo(0.1)", ["gspo has no parameters", "Write gspo."]),
+        ("sapo(1)", ["tau_positive, tau_negative", "gets 1", "sapo or sapo(1, 1.05)"]),
+        ("sapo(1, two)", ["two is not a number", "Write numbers"]),
+        ("sapo(1, -2)", ["-2 is not a number of at least 0"]),
+        ("sapo(1, inf)", ["inf is not a number"]),
+        ("sapo(1,)", ["nothing is not a number"]),
+        ("sapo(0, 1)", ["tau_positive is 0", "above 0", "sapo(1, 1.05)"]),
+        ("sapo(1, 1.05", ["NAME(NUMBER, NUMBER)"]),
+    ],
+)
+def test_objective_that_is_none_is_refused_with_the_reason_and_the_cure(given: str, parts: list[str]) -> None:
+    with pytest.raises(SettingError) as raised:
+        load(None, [f"loss.objective={given}"])
+    assert raised.value.setting == "loss.objective"
+    for part in [f'loss.objective = "{given}"', *parts]:
+        assert part in str(raised.value)
 
 
 @pytest.mark.parametrize("objective", DEFAULTS)
@@ -218,7 +253,7 @@ REFUSALS = [
         ["loss.objective=cispo", "loss.dual_clip=3"],
         ["loss.dual_clip = 3.0", "gspo, gspo_token, grpo, dr_grpo, dapo, luspo, ce_gppo, ppo"],
     ),
-    Refusal(["loss.objective=sapo", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'sapo' has none"]),
+    Refusal(["loss.objective=sapo", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'sapo(1, 1.05)' has none"]),
     Refusal(["loss.objective=reinforce", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'reinforce' has none"]),
     *(
         Refusal(
@@ -237,19 +272,18 @@ REFUSALS = [
     Refusal(["loss.correction=token_tis", "loss.normalize_correction=true"], ['loss.anchor="decoupled"']),
     Refusal(["task.curriculum=mine:f"], ["no field names the task of a row", "Set task.task_field"]),
     Refusal(["evaluation.function=mine:f", "task.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
-    Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.objective="m2po"', "config.toml"]),
     Refusal(
         ["loss.objective=m2po", "loss.anchor=decoupled", "loss.correction=token_tis"],
         ['loss.anchor = "decoupled"', 'loss.anchor="behavior"'],
     ),
     Refusal(["loss.objective=m2po", "loss.clip_low=0.2"], ["loss.clip_low = 0.2", "does not clip"]),
-    Refusal(["loss.weight_cap=3"], ["loss.weight_cap = 3.0", "'gspo' has none (only minirl, dppo_tv, dppo_kl, aspo)"]),
+    Refusal(["loss.function=my:loss", "loss.objective=minirl(3)"], ['"minirl(3)"', "would read the parameters", '"minirl"']),
     *(
         Refusal(
             [f"loss.objective={objective}", "loss.anchor=decoupled", "loss.correction=token_tis"],
             ['loss.anchor = "decoupled"', f'"{objective}" has pi / mu as its weight already', 'loss.anchor="proximal"'],
         )
-        for objective in ("minirl", "dppo_tv")
+        for objective in ("minirl(5)", "dppo_tv(20)")
     ),
     Refusal(["loss.objective=minirl", "loss.function=my:loss", "loss.anchor=proximal"], ["always 1", "steps_per_batch=2"]),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
@@ -264,7 +298,7 @@ REFUSALS = [
     Refusal([TO_GO, "reward.clip=2"], ["reward.clip = 2.0", "other units"]),
     *(
         Refusal(["kl.reward_coef=0.1", f"loss.objective={objective}"], [f'loss.objective = "{objective}"', "gspo_token"])
-        for objective in ("luspo", "gmpo", "sapo_sequence")
+        for objective in ("luspo", "gmpo", "sapo_sequence(1, 1.05)")
     ),
     Refusal(["kl.reward_coef=0.1"], ['loss.objective = "gspo"', "kl.reward_coef = 0.1", "gspo_token"]),
     Refusal(["reward.overlong_buffer=1024"], ["reward.overlong_buffer = 1024", "below 1024"]),
@@ -307,9 +341,9 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
     "overrides",
     [
         ["loss.anchor=proximal", "train.steps_per_batch=2"],
-        ["loss.objective=m2po", "loss.m2_threshold=0.1", "train.steps_per_batch=2"],
+        ["loss.objective=m2po(0.1)", "train.steps_per_batch=2"],
         ["loss.objective=reinforce", "loss.correction=token_tis"],
-        ["loss.objective=minirl", "loss.anchor=proximal", "train.steps_per_batch=4", "loss.weight_cap=3"],
+        ["loss.objective=minirl(3)", "loss.anchor=proximal", "train.steps_per_batch=4"],
         ["loss.objective=dppo_kl", "loss.clip_low=0.01", "loss.correction=opsm"],
         ["loss.correction=opsm"],
         [
@@ -340,20 +374,22 @@ def test_what_belongs_together_passes_in_silence(overrides: list[str]) -> None:
     assert check(load(None, [*GOOD, *overrides])) == []
 
 
-def table_lines(first_column: str) -> dict[str, list[str]]:
-    """Return the cells of docs/objectives.md's table whose first column has this head, by the name in the first column."""
+def table_lines(head: str) -> dict[str, list[str]]:
+    """Return the cells of docs/objectives.md's table whose heads begin like this, by the name in the first column."""
     lines = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text().splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith(f"| `{first_column}` |"))
+    start = next(index for index, line in enumerate(lines) if line.startswith(head))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {name.strip("`"): others for name, *others in cells}
 
 
 def test_documentation_has_every_objective_and_correction_with_its_own_values() -> None:
-    objectives, corrections = table_lines("loss.objective"), table_lines("loss.correction")
-    assert (objectives.keys(), corrections.keys()) == (DEFAULTS.keys(), CORRECTIONS.keys())
-    for name, defaults in DEFAULTS.items():
-        _, clip, aggregation, _ = objectives[name]
+    objectives, corrections = table_lines("| `loss.objective` | ratio"), table_lines("| `loss.correction` |")
+    written = {str(parse_objective(name)): name for name in DEFAULTS}
+    assert (objectives.keys(), corrections.keys()) == (written.keys(), CORRECTIONS.keys())
+    for with_parameters, name in written.items():
+        defaults = DEFAULTS[name]
+        _, clip, aggregation, _ = objectives[with_parameters]
         assert aggregation == f"`{defaults.aggregation}`"
         if name == "m2po":
             assert clip.startswith("drops tokens")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.settings.loading import (
@@ -21,7 +22,6 @@ from offbeat.common.settings.loading import (
     resolved_toml,
     setting_text,
 )
-from offbeat.common.settings.objectives import complete
 
 
 def write(folder: Path, text: str) -> Path:

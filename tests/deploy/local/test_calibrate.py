@@ -207,8 +207,8 @@ def test_reach_of_bounds_is_foretold_of_the_other_half_and_measured_on_both() ->
     assert (truncation.value, truncation.predicted, truncation.measured) == ("token_tis(0.9, 2)", pytest.approx(1 / 2), 1 / 2)
     assert check_bounds(LossSection(), (still, noisy)) == ()
     # With A > 0 and A < 0 alike, half of the noisy tokens are pushed to where they are.
-    (threshold,) = check_bounds(LossSection(objective="m2po", m2_threshold=0.01), (still, noisy))
-    assert (threshold.setting, threshold.value, threshold.measured) == ("loss.m2_threshold", "0.01", 1 / 4)
+    (threshold,) = check_bounds(LossSection(objective="m2po(0.01)"), (still, noisy))
+    assert (threshold.setting, threshold.value, threshold.measured) == ("loss.objective", "m2po(0.01)", 1 / 4)
     assert threshold.predicted == pytest.approx((0 + 1 / 2) / 2)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.run_folder import check_run_folder
+from offbeat.common.settings.completion import engine_band
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.common.settings.objectives import engine_band
 from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare
 from offbeat.lab.sweep.plan import find_baselines, make_plan, read_baseline, read_plan, split_values
 from tests.deploy.sweep.sweeps import Sweep

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
-from offbeat.common.settings.objectives import complete
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.lab.study import exact_run, probe
 from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.common.settings.completion import complete_loss
 from offbeat.common.settings.corrections import CORRECTIONS, CorrectionChoice
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.learner.calibration.bound_noise import (
@@ -18,7 +19,7 @@ from offbeat.learner.calibration.bound_noise import (
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, fit, sample_noise
 from offbeat.learner.calibration.watch import noise_warnings
 from offbeat.learner.objectives.correction_rules import CorrectionRule, apply_correction
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import make_objective
 from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.calibration.test_noise_floor import alike, sample
 
@@ -141,14 +142,14 @@ def test_sampled_noise_has_the_tokens_and_the_means_of_the_model() -> None:
             ["clip_low = 0.02, loss.clip_high = 0.02 drops up to", "nothing stale. 0.15, 0.15 would"],
         ),
         ({"objective": "ctpo"}, ["clip_low = 0.0246901, loss.clip_high = 0.0512711 clips", "nothing stale. 0."]),
-        ({"objective": "m2po", "m2_threshold": 1e-4}, ["loss.m2_threshold = 0.0001 drops", "0.04 would drop none"]),
+        ({"objective": "m2po(1e-4)"}, ["loss.objective: m2po(0.0001) drops", "m2po(0.04) would drop none"]),
         ({"correction": "tests.learner.calibration.test_bound_noise:apart"}, [":apart masks"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bound_inside_the_noise_is_told_with_its_reach_and_bounds_above_it(loss: dict[str, object], parts: list[str]) -> None:
-    section = LossSection(**loss)  # pyright: ignore[reportArgumentType], each case is a section's settings
-    (warning,) = noise_warnings(section, resolve_objective(section, max_new_tokens=8), make_calibration())
+    section = complete_loss(LossSection(**loss), max_new_tokens=8)  # pyright: ignore[reportArgumentType], a section's settings
+    (warning,) = noise_warnings(section, make_objective(section), make_calibration())
     for part in parts:
         assert part in warning
 
@@ -166,5 +167,5 @@ def test_bound_inside_the_noise_is_told_with_its_reach_and_bounds_above_it(loss:
     ids=str,
 )
 def test_bound_above_the_noise_is_not_told(loss: dict[str, object]) -> None:
-    section = LossSection(**loss)  # pyright: ignore[reportArgumentType], each case is a section's settings
-    assert noise_warnings(section, resolve_objective(section, max_new_tokens=8), make_calibration()) == []
+    section = complete_loss(LossSection(**loss), max_new_tokens=8)  # pyright: ignore[reportArgumentType], a section's settings
+    assert noise_warnings(section, make_objective(section), make_calibration()) == []

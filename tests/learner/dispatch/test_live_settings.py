@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, ModelSection, StalenessSection, TaskSection
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.settings.loading import replace_settings, setting_text
-from offbeat.common.settings.objectives import complete
 from offbeat.learner.dispatch.live_settings import CHANGEABLE, LiveSettings
 from offbeat.learner.leases.events import Tuned
 from offbeat.protocols.messages import SettingChange

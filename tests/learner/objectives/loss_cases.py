@@ -27,8 +27,8 @@ TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
 DUAL_CLIP = 1.6
 M2PO_CUTOFF = 0.1
 WEIGHT_CAP = 1.3
-PRESERVED = (0.75, 0.9)
-VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
+PRESERVED = {"preserved_below": 0.75, "preserved_above": 0.9}
+VESPO = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
 KL_BOUNDS = {"clip_low": 0.02, "clip_high": 0.04}
 SEQUENCE_DUAL_CLIP = 1.05
 """A cap that mean ratios of `random_batch` reach, some of them inside the band."""
@@ -50,8 +50,8 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo_token_dual_clip": lambda *tensors: gspo_token(inputs_of(*tensors), **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "gmpo": lambda *tensors: gmpo(inputs_of(*tensors), **BAND),
     "ctpo": lambda *tensors: ctpo(inputs_of(*tensors), **BAND),
-    "ce_gppo": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=None, preserved=PRESERVED),
-    "ce_gppo_dual_clip": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP, preserved=PRESERVED),
+    "ce_gppo": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=None, **PRESERVED),
+    "ce_gppo_dual_clip": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP, **PRESERVED),
     "sapo": lambda *tensors: sapo(inputs_of(*tensors), **TAU),
     "sapo_sequence": lambda *tensors: sapo_sequence(inputs_of(*tensors), **TAU),
     "cispo": lambda *tensors: cispo(inputs_of(*tensors), **BAND),
@@ -136,8 +136,8 @@ def printed_ce_gppo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tenso
     ratio = policy.exp() / anchor.exp()
     below, above = (ratio < 1 - 0.1) & (advantages < 0), (ratio > 1 + 0.2) & (advantages > 0)
     straight = ratio / ratio.detach()
-    ratio = torch.where(below, PRESERVED[0] * (1 - 0.1) * straight, ratio)
-    return -torch.where(above, PRESERVED[1] * (1 + 0.2) * straight, ratio) * advantages
+    ratio = torch.where(below, PRESERVED["preserved_below"] * (1 - 0.1) * straight, ratio)
+    return -torch.where(above, PRESERVED["preserved_above"] * (1 + 0.2) * straight, ratio) * advantages
 
 
 def printed_ce_gppo_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:

@@ -249,7 +249,10 @@ def test_ce_gppo_that_preserves_nothing_is_the_clip():
     batch = random_batch(6)
     for dual_clip in (None, DUAL_CLIP):
         found = run(
-            lambda *tensors, cap=dual_clip: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=cap, preserved=(0.0, 0.0)), batch
+            lambda *tensors, cap=dual_clip: ce_gppo(
+                inputs_of(*tensors), **BAND, dual_clip=cap, preserved_below=0.0, preserved_above=0.0
+            ),
+            batch,
         )
         expected = run(lambda *tensors, cap=dual_clip: ppo_clip(inputs_of(*tensors), **BAND, dual_clip=cap), batch)
         torch.testing.assert_close(found[2], expected[2])

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.completion import complete, complete_loss
 from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
 from offbeat.common.settings.learning_sections import AdvantageSection, LossSection
 from offbeat.common.settings.objective_checks import check_objective
-from offbeat.common.settings.objectives import complete
 from offbeat.deploy.checks.user_functions import check_learner_functions, learner_functions
-from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, make_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
-from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
+from offbeat.learner.training.preparation import completion_advantages, make_advantage_rule
 
 ROOT = Path(__file__).parents[3]
 MASK = torch.tensor([[True, True], [True, False]])
@@ -84,7 +84,7 @@ def two(a, b):
 
 def evaluate(path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token losses of a loss of the user's on two rows with padding, and the gradient of their sum."""
-    objective = resolve_objective(LossSection(objective="grpo", function=path), max_new_tokens=2)
+    objective = make_objective(complete_loss(LossSection(objective="grpo", function=path), max_new_tokens=2))
     policy = torch.tensor([[-1.0, -2.0], [-0.5, -math.inf]], requires_grad=True)
     behavior = torch.tensor([[-1.5, -2.0], [-0.25, math.nan]])
     advantages = torch.tensor([[1.0, 1.0], [-2.0, math.nan]])
@@ -105,7 +105,7 @@ def test_own_loss_takes_the_objectives_place_and_never_sees_padding() -> None:
 
 def correct(path: str, **loss: Any) -> Evaluation:
     """Return the objective `reinforce` with a correction of the user's, on two rows with padding: losses are -A log pi."""
-    objective = resolve_objective(LossSection(objective="reinforce", correction=path, **loss), max_new_tokens=2)
+    objective = make_objective(complete_loss(LossSection(objective="reinforce", correction=path, **loss), max_new_tokens=2))
     policy = torch.tensor([[-1.0, -2.0], [-0.5, -math.inf]], requires_grad=True)
     proximal = torch.tensor([[-1.0, -2.5], [-0.25, math.nan]]) if objective.needs_proximal else None
     behavior = torch.tensor([[-1.5, -2.0], [-0.25, math.nan]])
@@ -162,7 +162,7 @@ def test_correction_that_fails_or_weighs_no_loss_is_the_users_mistake(name: str,
 
 
 def test_own_advantages_take_the_place_of_baseline_and_deviation() -> None:
-    rule = resolve_advantage(AdvantageSection(function="own_objective:ranks"), objective="gspo")
+    rule = make_advantage_rule(complete(Config(advantage=AdvantageSection(function="own_objective:ranks"))).advantage)
     rewards = np.array([[0.0, 5.0, 1.0], [2.0, 2.0, -1.0]])
     assert completion_advantages(rewards, rule).tolist() == [[-1.0, 1.0, 0.0], [0.5, 0.5, -1.0]]
 

@@ -13,7 +13,7 @@ import torch
 
 from offbeat.common.settings.loading import load
 from offbeat.learner.objectives.aggregation import aggregate
-from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.objective import PolicyLogprobs, make_objective
 
 RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "peer_gradients.json").read_text())
 INPUTS, GRADIENTS = RECORDS["inputs"], RECORDS["gradients"]
@@ -23,7 +23,7 @@ INPUTS, GRADIENTS = RECORDS["inputs"], RECORDS["gradients"]
 def test_gradient_equals_that_of_the_peer(name: str) -> None:
     record = GRADIENTS[name]
     settings = [f"loss.{setting}" for setting in (f"objective={record['objective']}", *record["settings"])]
-    objective = resolve_objective(load(None, ["rollout.max_new_tokens=5", *settings]).loss, max_new_tokens=5)
+    objective = make_objective(load(None, ["rollout.max_new_tokens=5", *settings]).loss)
     policy, proximal, behavior = (torch.tensor(INPUTS[of], dtype=torch.float64) for of in ("policy", "proximal", "behavior"))
     mask = torch.tensor(INPUTS["mask"])
     advantages = torch.tensor(INPUTS["advantages"], dtype=torch.float64)[:, None].expand_as(policy)

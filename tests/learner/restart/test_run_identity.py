@@ -244,15 +244,6 @@ def test_names_that_one_program_does_not_know_say_nothing(config: Config) -> Non
     assert compare(old, new) == []
 
 
-def test_correction_of_an_older_run_is_compared_with_its_bounds(config: Config) -> None:
-    new = identity_of(replace(config, loss=LossSection(correction="icepop(0.5, 3)")))
-    for high, changed in (("3.0", []), ("5.0", ["loss.correction"])):
-        older = {"loss.correction": '"icepop"', "loss.correction_low": "0.5", "loss.correction_high": high}
-        assert [change.name for change in compare(RunIdentity(older, {}), new)] == changed
-    none = {"loss.correction": '"none"', "loss.correction_low": "none", "loss.correction_high": "none"}
-    assert compare(RunIdentity(none, {}), identity_of(config)) == []
-
-
 def test_corrected_reward_is_recorded(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge").mkdir()

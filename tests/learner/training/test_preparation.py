@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat.common.settings.completion import complete
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.losses import ppo_clip
@@ -15,8 +17,8 @@ from offbeat.learner.training.batching import MicroBatch, TrainingRow, collate, 
 from offbeat.learner.training.preparation import (
     AdvantageRule,
     completion_advantages,
+    make_advantage_rule,
     prepare_micro_batch,
-    resolve_advantage,
     row_advantages,
     scale_advantages,
 )
@@ -39,7 +41,7 @@ def micro_batch() -> MicroBatch:
 
 def rule(**settings: Any) -> AdvantageRule:
     """Return the rule of these settings under GSPO."""
-    return resolve_advantage(AdvantageSection(**settings), objective="gspo")
+    return make_advantage_rule(complete(Config(advantage=AdvantageSection(**settings))).advantage)
 
 
 def advantages_of(frozen: FrozenOutputs, *, kl_coefficient: float = 0.0, **settings: Any) -> list[list[float]]:
@@ -71,15 +73,6 @@ def test_baseline_weighed_by_lengths_is_that_of_the_sampled_tokens() -> None:
     assert found == [[-0.75, 1.25, 3.25]]
     equal = row_advantages([group], np.array([[0.1, 0.1, 0.1]]), rule(baseline="length_weighted", divide_by_std=True))
     assert equal == [[0.0, 0.0, 0.0]]
-
-
-def test_baseline_left_open_is_the_objectives_own() -> None:
-    section = AdvantageSection()
-    of_group, of_critic = (resolve_advantage(section, objective=name) for name in ("gspo", "ppo"))
-    assert (of_group.baseline, of_group.divide_by_std) == ("group", True)
-    assert (of_critic.baseline, of_critic.divide_by_std) == ("critic", False)
-    others = resolve_advantage(AdvantageSection(baseline="leave_one_out"), objective="gspo")
-    assert (others.baseline, others.divide_by_std) == ("leave_one_out", False)
 
 
 def test_tokens_have_the_advantage_of_their_turn_and_the_loss_its_gradient() -> None:

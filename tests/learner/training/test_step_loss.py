@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat.common.settings.completion import complete_loss
 from offbeat.common.settings.learning_sections import CriticSection, KlSection, LossSection
 from offbeat.learner.diagnostics.broken_rows import Broken, broken_metrics, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
-from offbeat.learner.objectives.objective import NO_CONSTANTS, PolicyLogprobs, StepConstants, resolve_objective
+from offbeat.learner.objectives.objective import NO_CONSTANTS, Objective, PolicyLogprobs, StepConstants, make_objective
 from offbeat.learner.policy.networks import FrozenOutputs, Outputs
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.preparation import PreparedMicroBatch
@@ -31,6 +32,10 @@ BEYOND = LOG_RATIO_BOUND
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
 
 
+def objective_of(loss: LossSection) -> Objective:
+    return make_objective(complete_loss(loss, max_new_tokens=9))
+
+
 def loss_of(
     *, kl: KlSection | None = None, kl_coefficient: float = 0.0, entropy_coef: float = 0.0, critic: CriticSection | None = None
 ) -> tuple[MicroBatchLoss, torch.Tensor]:
@@ -42,9 +47,7 @@ def loss_of(
     loss = compute_loss(
         PreparedMicroBatch(micro_batch(), frozen, ADVANTAGES, RETURNS if critic is not None else None),
         Outputs(logprobs, ENTROPIES, VALUES if critic is not None else None),
-        resolve_objective(
-            LossSection(objective="reinforce", aggregation="token-mean", entropy_coef=entropy_coef), max_new_tokens=9
-        ),
+        objective_of(LossSection(objective="reinforce", aggregation="token-mean", entropy_coef=entropy_coef)),
         kl=kl or KlSection(),
         kl_coefficient=kl_coefficient,
         critic=critic or CriticSection(),
@@ -116,7 +119,7 @@ def test_completion_with_a_broken_logprob_has_no_gradient_is_counted_and_leaves_
         loss = compute_loss(
             PreparedMicroBatch(micro_batch(), FrozenOutputs(reference_logprobs=REFERENCE), ADVANTAGES, None),
             Outputs(logprobs, torch.where(logprobs.isnan(), math.nan, ENTROPIES), None),
-            resolve_objective(LossSection(objective=objective, aggregation="token-mean", entropy_coef=0.1), max_new_tokens=9),
+            objective_of(LossSection(objective=objective, aggregation="token-mean", entropy_coef=0.1)),
             kl=KlSection(loss_coef=0.5),
             kl_coefficient=0.5,
             critic=CriticSection(),
@@ -158,9 +161,8 @@ def interpolated(token_lags: torch.Tensor, *, anchor: str, correction: str) -> t
     loss = compute_loss(
         PreparedMicroBatch(micro_batch()._replace(token_lags=token_lags), FrozenOutputs(), ADVANTAGES, None),
         Outputs(logprobs, None, None),
-        resolve_objective(
+        objective_of(
             LossSection(objective="grpo", aggregation="token-mean", anchor=anchor, correction=correction),  # pyright: ignore[reportArgumentType]
-            max_new_tokens=9,
         ),
         kl=KlSection(),
         kl_coefficient=0.0,
@@ -192,7 +194,7 @@ def test_group_anchor_is_the_denominator_of_every_completion_of_the_group() -> N
     loss = compute_loss(
         PreparedMicroBatch(micro_batch()._replace(group_logprobs=of_group), FrozenOutputs(), advantages, None),
         Outputs(logprobs, None, None),
-        resolve_objective(LossSection(anchor="group", clip_low=0.9, clip_high=9.0), max_new_tokens=9),
+        objective_of(LossSection(anchor="group", clip_low=0.9, clip_high=9.0)),
         kl=KlSection(),
         kl_coefficient=0.0,
         critic=CriticSection(),
@@ -212,15 +214,14 @@ def test_interpolated_anchor_is_mu_for_tokens_that_lag_a_step_or_none() -> None:
 def normalized_step(ratios: list[list[float]], correction: str) -> tuple[float, MicroBatchLoss, torch.Tensor]:
     """Return the mean weight of a step with these ratios pi_old / mu, its loss under pi = pi_old, and the gradient."""
     proximal = torch.where(MASK, BEHAVIOR + torch.tensor(ratios).log(), 0.0)
-    objective = resolve_objective(
+    objective = objective_of(
         LossSection(
             objective="grpo",
             aggregation="token-mean",
             anchor="decoupled",
             correction=correction,  # pyright: ignore[reportArgumentType]
             normalize_correction=True,
-        ),
-        max_new_tokens=9,
+        )
     )
     join_process_group()
     prepared = PreparedMicroBatch(micro_batch(), FrozenOutputs(proximal), ADVANTAGES, None)

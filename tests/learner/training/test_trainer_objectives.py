@@ -10,7 +10,7 @@ import torch
 
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection, LoraSection, RewardSection
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import make_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.training.preparation import Preparation
 from tests.learner.training.test_trainer import running, weights_of
@@ -129,7 +129,7 @@ def test_m2po_drops_over_the_whole_step_and_keeps_the_ratio_to_the_engine(
         max_grad_norm=1e9,
         micro_batch_tokens=micro_batch_tokens,
         steps_per_batch=2,
-        loss={"objective": "m2po", "m2_threshold": 4e-3, "clip_low": None, "clip_high": None},
+        loss={"objective": "m2po(4e-3)", "clip_low": None, "clip_high": None},
     )
     with running(config) as trainer:
         metrics = trainer.train_batch(groups)
@@ -215,7 +215,7 @@ def test_rewards_are_normalized_by_the_mean_and_the_standard_deviation_of_the_se
     groups = make_groups(3)
     rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
     config = make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))
-    preparation = Preparation(config, resolve_objective(config.loss, max_new_tokens=config.rollout.max_new_tokens))
+    preparation = Preparation(config, make_objective(config.loss))
     rows, _ = preparation.make_rows(groups, 0, RunningMoments())
     shaped = [row.reward for row in rows]
     expected = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(ddof=1)

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, ModelSection
 from offbeat.common.settings.learning_sections import (
     AdvantageSection,
@@ -14,7 +15,6 @@ from offbeat.common.settings.learning_sections import (
     RewardSection,
     TrainSection,
 )
-from offbeat.common.settings.objectives import complete
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.payload import Segment
 
@@ -88,7 +88,7 @@ def make_config(
 
 
 EXTRAS: dict[str, Any] = {
-    "loss": {"objective": "m2po", "m2_threshold": 1e-3, "clip_low": None, "clip_high": None},
+    "loss": {"objective": "m2po(1e-3)", "clip_low": None, "clip_high": None},
     "advantage": AdvantageSection(whiten=True, clip=1.5),
     "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
     "on_policy_ess": 1.0,
