@@ -314,9 +314,11 @@ class Learner:
         )
         self._record(final)
         assert counts.adds_up, f"the ledger does not add up: {counts}"
-        if self._log is not None:
-            self._log.close()
-        self._loop.close()
+        try:
+            if self._log is not None:
+                self._log.close()
+        finally:
+            self._loop.close()
 
 
 def _software() -> str:

@@ -21,6 +21,8 @@ def sync(path: Path) -> None:
     descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config, RunSection
@@ -73,6 +73,28 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(msgspec.json.encode(LockOwner(os.getpid(), socket.gethostname())))
         file.flush()
         yield
+
+
+class FolderFailedError(ServiceError):
+    """A file of the run cannot be read or written; the text names the file, the reason and the cure."""
+
+
+@contextmanager
+def naming_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise `FolderFailedError` where an `OSError` within is about a file below the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        if path is None or not path.absolute().is_relative_to(folder.absolute()):
+            raise
+        if folder.is_dir():
+            problem, cure = f"{path}: {error.strerror}", "Repair the disk, or remove what is in the way"
+        else:
+            problem, cure = "the folder was moved or deleted while the run was writing to it", "Put it back"
+        raise FolderFailedError(
+            f"run.dir = {folder}: {problem}. {cure}; then run.resume=true continues from what was written."
+        ) from error
 
 
 def read_owner(folder: Path) -> LockOwner | None:

@@ -1,6 +1,5 @@
 """A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard."""
 
-import errno
 import io
 import logging
 import math
@@ -42,16 +41,12 @@ MAX_BYTES = 512 << 20
 _DETAILS = (GroupRow, SampleRow, EvalSampleRow, WeightsRow, PullRow, CommitRow)
 """Rows that a long run does without once they are old. Most of its rows are of these kinds."""
 
-# A used-up quota is the full disk of a shared cluster.
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 class MetricsWriter:
     """Appends rows to `folder/metrics.jsonl`; any thread may write.
 
-    Each row reaches the file in one system call, so a killed process leaves at most one torn line. A full disk does not
-    stop training: the rows lost are counted, and once there is space again an event row tells their number. Every
-    other `OSError` propagates.
+    Each row reaches the file in one system call, so a killed process leaves at most one torn line. A full or failing disk does
+    not stop training: the rows lost are counted, and an event row tells their number once the disk takes rows again.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, clock: Callable[[], float] = time.time) -> None:
@@ -106,15 +101,13 @@ class MetricsWriter:
         lines = encode_row(row)
         loss = ""
         if self._num_lost_in_a_row:
-            loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full"
+            loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full or failed"
             event = EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
             # Both in one append: the short event alone would fit long before a row does, and report a recovery at each try.
             lines = encode_row(event) + lines
         try:
             self._rows.append(lines)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
-                raise
             self._num_lost_in_a_row += 1
             if self._num_lost_in_a_row == 1:
                 logger.warning("metrics rows are being lost, training continues: %s", error)
@@ -203,14 +196,19 @@ class _AppendFile:
         self.num_bytes = os.fstat(self._fd).st_size
 
     def append(self, data: bytes) -> None:
-        """Write all of `data`; if the disk takes only a part of it, take that part back and raise `ENOSPC`."""
+        """Write all of `data`; if the disk takes only a part of it, take that part back and raise the disk's `OSError`."""
         if self._fd < 0:
             raise ValueError(f"{self.path} is closed")
-        num_written = os.write(self._fd, data)
-        if num_written < len(data):
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - num_written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        self.num_bytes += num_written
+        rest = memoryview(data)
+        try:
+            # A short write is no full disk yet: the next write tells.
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            if len(rest) < len(data):
+                os.ftruncate(self._fd, self.num_bytes)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.num_bytes += len(data)
 
     def end_torn_line(self) -> None:
         """Start a new line if a killed process left the last one unfinished."""
@@ -255,8 +253,6 @@ class _TensorBoardEvents:
             self._file.append(record.getvalue())
             self._num_lost = 0
         except OSError as error:
-            if error.errno not in _DISK_FULL:
-                raise
             self._num_lost += 1
             if self._num_lost == 1:
                 logger.warning("TensorBoard events are being lost, training continues: %s", error)

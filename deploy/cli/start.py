@@ -14,7 +14,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.common.records.logs import configure_logs, doing
-from offbeat.common.records.run_folder import decide_resume, holds_work, locked
+from offbeat.common.records.run_folder import decide_resume, holds_work, locked, naming_disk_errors
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
 from offbeat.deploy.checks.preflight import look
@@ -49,7 +49,9 @@ def train_command(arguments: Arguments = None) -> None:
     for note in look(config, "train"):
         logger.info("%s", note)
     plan, _ = plan_of_this_machine(config)
-    raise typer.Exit(Launcher(config, StopRequest().install(), starts, plan=plan).run())
+    with naming_disk_errors(Path(config.run.dir)):
+        status = Launcher(config, StopRequest().install(), starts, plan=plan).run()
+    raise typer.Exit(status)
 
 
 def learner_command(arguments: Arguments = None, preflight: Preflight = True) -> None:
@@ -63,7 +65,8 @@ def learner_command(arguments: Arguments = None, preflight: Preflight = True) ->
     if preflight and is_first_rank:
         look(config, "learner")
     # Held until the report is written. The other ranks write only what rank 0 tells them to.
-    with locked(Path(config.run.dir)) if is_first_rank else contextlib.nullcontext():
+    folder = Path(config.run.dir)
+    with naming_disk_errors(folder), locked(folder) if is_first_rank else contextlib.nullcontext():
         _run_learner(config, is_first_rank=is_first_rank)
 
 

@@ -125,10 +125,11 @@ class RolloutLog:
         try:
             self._write(parts, num_bytes)
         except OSError as error:
+            path = str(segment_path(self._folder, self._number))
             if error.errno not in _FULL:
-                raise
+                raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
             self._is_full, self._next_look = True, self._clock() + LOOK_S
-            raise LogFullError(error.errno, os.strerror(error.errno), str(segment_path(self._folder, self._number))) from error
+            raise LogFullError(error.errno, os.strerror(error.errno), path) from error
         position = self.end
         self._offset += num_bytes
         self._num_bytes += num_bytes

@@ -54,8 +54,12 @@ def read_extra(folder: Path) -> bytes:
 
 def require_room(root: Path, num_bytes: int) -> None:
     """Raise `CheckpointFailedError` unless the disk has `num_bytes` free. Call it before any rank begins to write."""
-    root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(root).free
+    try:
+        # Not the run's folder: a run that was moved away must not begin another one at its old place.
+        root.mkdir(exist_ok=True)
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        raise CheckpointFailedError(str(error)) from error
     if free < num_bytes:
         raise CheckpointFailedError(f"it takes about {num_bytes >> 20} MB, and {free >> 20} MB are free")
 

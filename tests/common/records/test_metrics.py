@@ -210,7 +210,7 @@ def test_full_disk_costs_rows_but_does_not_stop_the_run(small_disk: Path, caplog
     assert kept == [*range(1, 12 - num_lost), 12, 13]
     events = [row for row in rows if isinstance(row, EventRow)]
     assert [(row.event, row.detail) for row in events] == [
-        ("metrics_rows_lost", f"{num_lost} metrics rows were lost while the disk was full")
+        ("metrics_rows_lost", f"{num_lost} metrics rows were lost while the disk was full or failed")
     ]
     assert sum("metrics are written again" in record.message for record in caplog.records) == 1
     points = tensorboard_points(small_disk)["reward/mean"]
@@ -227,9 +227,10 @@ def test_device_without_space_costs_rows_but_does_not_stop_the_run(tmp_path: Pat
     assert ["metrics rows are being lost" in record.message for record in caplog.records] == [True], "one warning for all three"
 
 
-def test_event_row_tells_the_number_of_rows_that_were_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+def test_event_row_tells_the_number_of_rows_that_were_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     def fail(fd: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "full disk")
+        raise OSError(number, "full or broken disk")
 
     with MetricsWriter(tmp_path) as metrics:
         for num_rows in (3, 2):
@@ -240,20 +241,21 @@ def test_event_row_tells_the_number_of_rows_that_were_lost(tmp_path: Path, monke
             metrics.write(event("space_again"))
     rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if isinstance(row, EventRow)]
     assert [(row.event, row.detail) for row in rows if row.event == "metrics_rows_lost"] == [
-        ("metrics_rows_lost", "3 metrics rows were lost while the disk was full"),
-        ("metrics_rows_lost", "2 metrics rows were lost while the disk was full"),
+        ("metrics_rows_lost", "3 metrics rows were lost while the disk was full or failed"),
+        ("metrics_rows_lost", "2 metrics rows were lost while the disk was full or failed"),
     ]
     assert [row.event for row in rows] == ["metrics_rows_lost", "space_again"] * 2
 
 
-def test_other_errors_of_the_disk_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(fd: int, data: bytes) -> int:
-        raise OSError(errno.EIO, "broken disk")
-
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
     with MetricsWriter(tmp_path) as metrics:
-        monkeypatch.setattr(os, "write", fail)
-        with pytest.raises(OSError, match="broken disk"):
-            metrics.write(event("unwritable"))
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: (len(data) + 1) // 2]))
+        for _ in range(3):
+            metrics.write(event("written in parts"))
+    broken: list[int] = []
+    assert len(list(read_rows(tmp_path / "metrics.jsonl", broken))) == 3
+    assert not broken
 
 
 def test_rows_are_plain_json_lines(tmp_path: Path):

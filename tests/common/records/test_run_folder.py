@@ -1,6 +1,9 @@
 """One learner at a time writes to a run's folder, and a folder without a step can be used again."""
 
+import errno
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,11 +17,13 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow, StepRow
 from offbeat.common.records.run_folder import (
     LOCK_FILE,
+    FolderFailedError,
     check_run_folder,
     decide_resume,
     has_checkpoint,
     has_steps,
     locked,
+    naming_disk_errors,
     set_aside_failed_start,
 )
 from offbeat.common.records.writer import MetricsWriter
@@ -142,3 +147,22 @@ def test_start_without_a_step_is_set_aside_whole_and_the_next_one_beside_it(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["failed-starts"]
     (tmp_path / "metrics.jsonl").touch()
     assert set_aside_failed_start(tmp_path) is None, "an empty file is worth nothing"
+
+
+def test_error_of_a_file_of_the_run_names_setting_file_reason_and_cure(tmp_path: Path) -> None:
+    file = tmp_path / "log" / "00000001.log"
+    said = f"run.dir = {tmp_path}: {file}: Input/output error. Repair the disk, or remove what is in the way; then run.resume"
+    with pytest.raises(FolderFailedError, match=re.escape(said)), naming_disk_errors(tmp_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+    elsewhere = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path.parent / "data.jsonl"))
+    for other in (elsewhere, OSError(errno.EPIPE, "Broken pipe"), TimeoutError()):
+        with pytest.raises(OSError) as raised, naming_disk_errors(tmp_path):
+            raise other
+        assert raised.value is other, "an error that is not about the run's files is raised as it is"
+
+
+def test_folder_that_was_moved_away_is_told_as_that(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = "the folder was moved or deleted while the run was writing to it"
+    with pytest.raises(FolderFailedError, match=said), naming_disk_errors(folder):
+        shutil.disk_usage(folder / "log")

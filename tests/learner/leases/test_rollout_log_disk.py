@@ -1,5 +1,6 @@
 """The rollout log on a disk: full, pruned, and synced as the setting asks."""
 
+import errno
 import os
 import resource
 import shutil
@@ -108,6 +109,20 @@ def test_a_write_that_was_cut_short_is_continued(num_first: int) -> None:
         log = open_log(folder)
         append_all(log, [dropped(1, "x" * 300), dropped(2)])
         assert lease_ids(folder) == [1, 2]
+
+
+def test_broken_disk_is_an_error_that_names_the_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    log = open_log(tmp_path, fsync="ack")
+    append_all(log, [dropped(1)])
+    for name, act in (("fsync", log.commit), ("writev", lambda: append_all(log, [dropped(2)]))):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with pytest.raises(OSError, match="Input/output error") as raised:
+                act()
+        assert raised.value.filename == str(segments(tmp_path)[0])
 
 
 def test_little_free_space_is_full_and_looked_up_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

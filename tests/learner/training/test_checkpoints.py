@@ -69,6 +69,15 @@ def test_extra_is_read_as_it_was_written(tmp_path):
     assert checkpoints.read_extra(folder) == b"\x00state"
 
 
+def test_checkpoints_folder_that_is_a_file_costs_the_checkpoint_alone(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(checkpoints.CheckpointFailedError, match="File exists"):
+        checkpoints.require_room(tmp_path / "checkpoints", 1)
+    with pytest.raises(checkpoints.CheckpointFailedError, match="No such file"):
+        checkpoints.require_room(tmp_path / "moved" / "checkpoints", 1)
+    assert not (tmp_path / "moved").exists()
+
+
 def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
     root = tmp_path / "checkpoints"
     checkpoints.require_room(root, 0)
