@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -75,7 +76,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._last_words is not None:
             # Not through the log: the signal may have interrupted a log line, whose stream cannot be entered again.
-            os.write(2, f"{signal.Signals(number).name}: {self._last_words}\n".encode())
+            _say(f"{signal.Signals(number).name}: {self._last_words}")
             self._last_words = None
             self.ask(signal.Signals(number).name)
             sys.exit(INTERRUPTED_STATUS if number == signal.SIGINT else 0)
@@ -85,7 +86,13 @@ class StopRequest:
         self._is_signalled = True
         name = signal.Signals(number).name
         self.ask(name)
-        os.write(2, f"{name}: stops after the work under way; again: ends at once\n".encode())
+        _say(f"{name}: stops after the work under way; again: ends at once")
+
+
+def _say(text: str) -> None:
+    # A full pipe that nobody reads must not keep the process from stopping.
+    if select.select([], [2], [], 0)[1]:
+        os.write(2, f"{text}\n".encode())
 
 
 def die_with_parent(parent_pid: int) -> None:

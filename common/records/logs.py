@@ -2,15 +2,19 @@
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import re
+import select
 import shutil
+import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -89,13 +93,103 @@ MAX_FILE_BYTES = 32 << 20
 """Size of a log file; with its older part it takes twice as much."""
 STILL_S = 10.0
 """Seconds between two lines about work that goes on."""
+READER_PATIENCE_S = 1.0
+"""Seconds for which a line waits for a reader of stderr that is slow; none once a line was lost."""
 _LEVELS = ("debug", "info", "warning", "error")
+
+
+class UnblockedStderr(io.TextIOBase):
+    """Stderr for the log and the live display. A reader that stops reading (a stuck `tee`, Ctrl-S) costs lines, not time.
+
+    A pipe or a terminal is opened a second time without blocking; any other file is written as it is. The number of lost lines
+    is written once somebody reads again.
+    """
+
+    def __init__(self) -> None:
+        self._opened: tuple[int, int] | None = None
+        """Device and inode of the stderr that `_descriptor` belongs to: a forked service may have another one."""
+        self._descriptor: int | None = None
+        self._rest = b""
+        """The end of a text whose beginning was written."""
+        self._num_lost = 0
+        """Texts lost since the last one that was written."""
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The encoding of stderr."""
+        return _stderr().encoding
+
+    def isatty(self) -> bool:
+        """Return whether stderr is a terminal."""
+        return _stderr().isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of stderr."""
+        return _stderr().fileno()
+
+    def write(self, text: str) -> int:
+        """Write the text, or count it as lost."""
+        descriptor = self._find_descriptor()
+        if descriptor is None:
+            _stderr().write(text)
+            _stderr().flush()
+            return len(text)
+        patience_s = 0.0 if self._rest or self._num_lost else READER_PATIENCE_S
+        self._rest = _put(descriptor, self._rest, patience_s)
+        if self._rest:
+            self._num_lost += 1
+            return len(text)
+        notice = f"... {self._num_lost} messages were not shown, because nobody read them\n" if self._num_lost else ""
+        content = f"{notice}{text}".encode(self.encoding, "backslashreplace")
+        rest = _put(descriptor, content, patience_s)
+        is_lost = len(rest) == len(content)
+        self._rest, self._num_lost = (b"", self._num_lost + 1) if is_lost else (rest, 0)
+        return len(text)
+
+    def _find_descriptor(self) -> int | None:
+        """Return a descriptor of stderr that does not block; None where stderr cannot block, or is replaced by a stream."""
+        if _stderr() is not sys.__stderr__:
+            return None
+        status = os.fstat(2)
+        if self._opened != (status.st_dev, status.st_ino):
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._opened, self._descriptor = (status.st_dev, status.st_ino), None
+            if stat.S_ISFIFO(status.st_mode) or os.isatty(2):
+                with contextlib.suppress(OSError):
+                    self._descriptor = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        return self._descriptor
+
+
+_unblocked_stderr = UnblockedStderr()
+
+
+def _stderr() -> TextIO:
+    # A live display replaces stderr by a proxy of itself.
+    return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+
+def _put(descriptor: int, content: bytes, patience_s: float) -> bytes:
+    """Write to a descriptor that does not block; return what it did not take within this time."""
+    deadline = time.monotonic() + patience_s
+    while content:
+        try:
+            # A pipe takes so many bytes whole or not at all.
+            content = content[os.write(descriptor, content[: select.PIPE_BUF]) :]
+        except BlockingIOError:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([], [descriptor], [], left_s)[1]:
+                return content
+        except OSError:
+            # Nobody can read it any more.
+            return b""
+    return content
 
 
 @functools.cache
 def console() -> Console:
     """Return the process's only console, on stderr: text printed through it never tears a live display."""
-    return Console(stderr=True)
+    return Console(file=_unblocked_stderr)
 
 
 def configure_logs(service: str, *, level: str | None = None) -> None:
@@ -184,7 +278,7 @@ def _terminal_handler(service: str) -> logging.Handler:
 
 
 def _plain_handler(service: str) -> logging.Handler:
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(_unblocked_stderr)
     handler.setFormatter(_plain_formatter(service))
     return handler
 

@@ -1,10 +1,13 @@
 """Claims about `common.records.logs`, each checked in a fresh process: logging is process-wide."""
 
+import contextlib
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -149,3 +152,69 @@ with logs.doing(logging.getLogger('offbeat'), 'loading the model'):
     lines = [line.split("learner ", 1)[1] for line in run(code).stderr.splitlines()]
     assert lines[:2] == ["loading the model ...", "still loading the model, 0 s so far"]
     assert all(line.startswith("still loading the model") for line in lines[1:])
+
+
+STUCK = """
+import logging, sys
+from pathlib import Path
+from offbeat.common.records.logs import configure_logs, log_to_file
+configure_logs("learner")
+log_to_file(Path(sys.argv[1]), "learner")
+logger = logging.getLogger("offbeat.learner.service")
+for number in range(3000):
+    logger.info("step %d %s", number, "x" * 100)
+print("done", flush=True)
+sys.stdin.readline()
+logger.info("somebody reads again")
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal that Ctrl-S stopped"])
+def test_output_that_nobody_reads_costs_lines_and_stops_nothing(tmp_path: Path, kind: str):
+    if kind == "pipe":
+        ours, theirs = os.pipe()
+    else:
+        ours, theirs = pty.openpty()
+        termios.tcflow(theirs, termios.TCOOFF)
+    environment = {name: value for name, value in os.environ.items() if name != "OFFBEAT_LOG_LEVEL"} | {"TERM": "dumb"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(tmp_path / "learner.log")],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    assert process.stdin and process.stdout
+    try:
+        assert select.select([process.stdout], [], [], 60)[0], "the program waits for a reader"
+        assert process.stdout.readline() == "done\n"
+        if kind != "pipe":
+            termios.tcflow(theirs, termios.TCOON)
+        os.set_blocking(ours, False)
+        before = read_all(ours)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+        after = read_all(ours)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        os.close(ours)
+        os.close(theirs)
+    shown = before.count("step ")
+    lines = (before + after).splitlines()
+    assert f"... {3000 - shown - after.count('step ')} messages were not shown, because nobody read them" in after
+    assert lines[-1].endswith("somebody reads again")
+    assert all(line.endswith("x") for line in lines if "step " in line), "no line is torn"
+    assert (tmp_path / "learner.log").read_text().count("step ") == 3000, "the file has all of them"
+
+
+def read_all(descriptor: int) -> str:
+    parts: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    return b"".join(parts).decode()
