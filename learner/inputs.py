@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model, small_files
+from offbeat.common.models.folders import hash_model, load_tokenizer, load_vocabulary_size, resolve_model, small_files
 from offbeat.common.settings.config import Config, LaunchSection
 from offbeat.common.settings.loading import resolved_toml, setting_value
 from offbeat.learner.calibration.calibration import Calibration, load_calibration
@@ -51,6 +51,7 @@ def load_inputs(config: Config) -> Inputs:
     model = resolve_model(config.model.path)
     hashes = hash_model(model)
     tokenizer = load_tokenizer(model)
+    vocabulary_size = load_vocabulary_size(model, tokenizer)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
     held_out = load_held_out(
@@ -68,7 +69,7 @@ def load_inputs(config: Config) -> Inputs:
         own_evaluation=load_evaluation(config.evaluation.function) if config.evaluation.function else None,
         own_curriculum=OwnCurriculum(task.curriculum) if task.curriculum else None,
         hashes=hashes,
-        vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        vocabulary_size=vocabulary_size,
         calibration=calibration,
     )
 
@@ -78,6 +79,8 @@ def _load_prompts(config: Config, source: str, split: str, setting: str, tokeniz
     if loaded.num_dropped:
         level = logging.WARNING if loaded.share_dropped > MUCH_LEFT_OUT else logging.INFO
         logger.log(level, "%s: %s", setting, loaded.dropped_text())
+    if unknown := loaded.unknown_text(tokenizer):
+        logger.warning("%s: %s", setting, unknown)
     return loaded.prompts
 
 

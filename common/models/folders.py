@@ -84,6 +84,23 @@ def load_tokenizer(folder: Path) -> Any:
         raise SettingError("model.path", str(folder), problem, "Save it again: tokenizer.save_pretrained(FOLDER).") from error
 
 
+def load_vocabulary_size(folder: Path, tokenizer: Any) -> int:
+    """Return the number of token ids that a model knows; raise `SettingError` where the tokenizer has more of them."""
+    from transformers import AutoConfig
+
+    try:
+        size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    # transformers raises whatever a config of another kind of model makes it raise.
+    except Exception as error:
+        problem = f"its config cannot be loaded ({' '.join(str(error).split())[:300]})"
+        cure = "Give a model of a type that this version of transformers knows, or copy its config.json again."
+        raise SettingError("model.path", str(folder), problem, cure) from error
+    if len(tokenizer) > size:
+        problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {size}"
+        raise SettingError("model.path", str(folder), problem, "Use the tokenizer that the model was made with.")
+    return size
+
+
 def hash_model(folder: Path) -> ModelHashes:
     """Return the hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
     # Another processor would make other patches of the same image.

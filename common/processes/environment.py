@@ -108,6 +108,10 @@ def launcher_rank() -> int:
     if rank >= world_size:
         problem = f"ranks are counted from 0, and WORLD_SIZE is {world_size}"
         raise SettingError("environment variable RANK", rank, problem, "Run `unset RANK WORLD_SIZE`, or use torchrun.")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if world_size > 1 and not os.environ.get(name):
+            problem = f"it is not set, and WORLD_SIZE is {world_size}"
+            raise SettingError(f"environment variable {name}", "", problem, "Run `unset RANK WORLD_SIZE`, or use torchrun.")
     return rank
 
 

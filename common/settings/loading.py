@@ -231,7 +231,7 @@ def _fields(section_name: str) -> dict[str, FieldInfo]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         problem = f"the file cannot be read ({error.strerror})"
         raise SettingError("config file", str(path), problem, "Give the path of a TOML file.") from error

@@ -12,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import MODEL_TYPES
@@ -24,11 +22,7 @@ from offbeat.common.user_code.functions import is_function
 from offbeat.common.user_code.tools import with_tools
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import is_json, read_rows
-from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, Prompt, load_prompts
-
-MUCH_UNKNOWN = 0.1
-"""Share of tokens that the tokenizer does not know above which the user is warned."""
-_SHOWN_CHARACTERS = 1000
+from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, load_prompts
 
 
 def check_rows(config: Config) -> Iterator[Finding]:
@@ -148,19 +142,10 @@ def _check_repeated(loaded: LoadedPrompts, again: LoadedPrompts) -> Iterator[Fin
 def _describe(setting: str, loaded: LoadedPrompts, tokenizer: Any) -> Iterator[Finding]:
     if loaded.share_dropped > MUCH_LEFT_OUT:
         yield Finding("warning", f"{setting}: {loaded.dropped_text()}.")
-    unknown = _share_unknown(loaded.prompts, tokenizer.unk_token_id)
-    if unknown > MUCH_UNKNOWN:
-        yield Finding("warning", f"{setting}: the tokenizer does not know {unknown:.0%} of the prompts' tokens.")
+    if unknown := loaded.unknown_text(tokenizer):
+        yield Finding("warning", f"{setting}: {unknown}.")
     lengths = [len(prompt.token_ids) for prompt in loaded.prompts]
-    first = tokenizer.decode(loaded.prompts[0].token_ids.tolist())
-    shown = first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
+    shown = loaded.first_text(tokenizer)
     yield Finding(
         "note", f"{setting}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens; the first as tokens: {shown!r}"
     )
-
-
-def _share_unknown(prompts: list[Prompt], unknown_id: int | None) -> float:
-    if unknown_id is None:
-        return 0.0
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return sum(int(np.count_nonzero(prompt.token_ids == unknown_id)) for prompt in prompts) / num_tokens

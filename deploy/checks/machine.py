@@ -20,7 +20,7 @@ from offbeat.common.settings.sequence_parallel import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices.inventory import find_gpus
 from offbeat.deploy.local.devices.memory import engine_need, learner_need, model_sizes
-from offbeat.deploy.local.devices.plan import plan_of_this_machine
+from offbeat.deploy.local.devices.plan import check_indices, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
 
@@ -148,6 +148,11 @@ def show_devices(config: Config) -> Iterator[Finding]:
     if inventory.gpus and config.launch.learner_processes <= len(inventory.gpus):
         yield from check_devices(config)
         return
+    try:
+        check_indices(config, len(inventory.gpus))
+    except SettingError as error:
+        # The run may be meant for another machine.
+        yield Finding("warning", f"on this machine: {error}")
     if inventory.unused:
         yield Finding("note", f"a run here uses no GPU: {inventory.unused}")
     if sizes := model_sizes(config.model.path):

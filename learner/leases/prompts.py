@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 MUCH_LEFT_OUT = 0.05
 """Share of rows left out as too long above which the user is warned."""
+MUCH_UNKNOWN = 0.1
+"""Share of tokens that the tokenizer does not know above which the user is warned."""
+_SHOWN_CHARACTERS = 1000
 
 
 class Prompt(NamedTuple):
@@ -82,6 +85,20 @@ class LoadedPrompts(NamedTuple):
         num_rows = len(self.prompts) + self.num_dropped
         share = f"{self.num_dropped} of {num_rows} prompts ({self.share_dropped:.0%})"
         return f"{share} are left out because they are longer than task.max_prompt_tokens"
+
+    def first_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the first prompt as the model will see it, shortened."""
+        first = str(tokenizer.decode(self.prompts[0].token_ids.tolist()))
+        return first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
+
+    def unknown_text(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """Return in words how many of the prompts' tokens the tokenizer does not know; None for few."""
+        num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_unknown = sum(int(np.count_nonzero(prompt.token_ids == tokenizer.unk_token_id)) for prompt in self.prompts)
+        if tokenizer.unk_token_id is None or num_unknown <= MUCH_UNKNOWN * num_tokens:
+            return None
+        share, first = num_unknown / num_tokens, self.first_text(tokenizer)
+        return f"the tokenizer does not know {share:.0%} of the prompts' tokens; the first prompt as tokens: {first!r}"
 
 
 def load_prompts(

@@ -58,7 +58,7 @@ def measure(connection: Connection) -> None:
     from offbeat.learner.training.trainer import Trainer
 
     dist.init_process_group("gloo", store=FileStore(f"{folder}/store-{stage}", 2), rank=rank, world_size=2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "-", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     train = TrainSection(zero_stage=stage, groups_per_step=2)
     model = ModelSection(path=f"{folder}/model", dtype="bfloat16")

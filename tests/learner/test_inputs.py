@@ -22,7 +22,7 @@ from offbeat.common.settings.config import (
 )
 from offbeat.common.settings.loading import explanations, load_text, refuse_masked
 from offbeat.common.weights.flat import make_layout
-from offbeat.learner.inputs import OF_THIS_MACHINE, make_join_payload, without_this_machine
+from offbeat.learner.inputs import OF_THIS_MACHINE, load_inputs, make_join_payload, without_this_machine
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.protocols.message_parts import decode_join_settings
 from offbeat.protocols.messages import TensorSpec
@@ -64,6 +64,34 @@ def test_actor_gets_the_small_files_and_the_settings_without_secrets_and_paths(t
     with pytest.raises(SettingError, match=r"judge\.options"):
         refuse_masked(load_text(received.settings, ["actor.engine_options={}"]))
     refuse_masked(load_text(received.settings, ["actor.engine_options.hf_token=hf-2", "judge.options.api_key=sk-2"]))
+
+
+def config_with_model(tiny_model: Path, tmp_path: Path, **changes: object) -> Config:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "ÄÖÜ", "answer": ""}))
+    return Config(model=ModelSection(path=str(folder)), task=TaskSection(train_data=str(tmp_path / "train.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"model_type": "qwen99"}, "qwen99"), ({"vocab_size": 20}, "tokens, and the model's vocabulary 20. Use the tokenizer")],
+)
+def test_model_that_no_learner_can_load_is_a_mistake_about_its_path(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(SettingError, match=f"model.path = .*{said}"):
+        load_inputs(config_with_model(tiny_model, tmp_path, **changes))
+
+
+def test_prompts_of_unknown_tokens_are_warned_about_with_the_first(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_inputs(config_with_model(tiny_model, tmp_path))
+    assert (
+        "task.train_data: the tokenizer does not know 100% of the prompts' tokens; the first prompt as tokens: '" in caplog.text
+    )
 
 
 def test_every_setting_that_names_a_file_of_a_machine_is_kept_back() -> None:

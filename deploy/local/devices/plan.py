@@ -76,7 +76,7 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     """Return the plan for this machine, None where no GPU is used; raise `SettingError` for one that cannot be."""
     inventory = find_gpus()
     if not inventory.gpus or not config.model.path:
-        _check_indices(config, len(inventory.gpus))
+        check_indices(config, len(inventory.gpus))
         return None, inventory
     has_vllm = config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
     return make_plan(config, inventory.gpus, model_sizes(config.model.path), has_vllm=has_vllm), inventory
@@ -88,7 +88,7 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
     the arithmetic and the cure, for a plan that cannot fit.
     """
-    _check_indices(config, len(gpus))
+    check_indices(config, len(gpus))
     _check_instances(config, gpus)
     learner = config.launch.learner_gpus or _learner_gpus(config, len(gpus))
     places = config.launch.actor_gpus or _actor_gpus(config, len(gpus), learner)
@@ -188,7 +188,7 @@ class _Shares:
         return sum(gpu in place for place in self._places)
 
 
-def _check_indices(config: Config, num_gpus: int) -> None:
+def check_indices(config: Config, num_gpus: int) -> None:
     """Raise `SettingError` for an index of a GPU that the run does not have."""
     launch = config.launch
     for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):

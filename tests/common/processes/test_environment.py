@@ -64,6 +64,11 @@ def test_launchers_variable_that_is_no_number_is_a_mistake(monkeypatch: pytest.M
 def test_rank_that_no_launcher_sets_is_a_mistake(rank: str, world_size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(SettingError, match=r"MASTER_ADDR = .*it is not set, and WORLD_SIZE is 2\. Run `unset RANK"):
+        launcher_rank()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert launcher_rank() == 1
     monkeypatch.setenv("RANK", rank)
     # As after a launcher's shell: one of the two is left.

@@ -36,6 +36,11 @@ def message(*overrides: str) -> str:
     return str(raised.value)
 
 
+def test_byte_order_mark_of_a_config_file_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[run]\nseed = 7\n")
+    assert load(tmp_path / "run.toml").run.seed == 7
+
+
 def test_without_a_file_all_settings_have_their_defaults() -> None:
     assert load() == complete(Config())
 

@@ -75,7 +75,9 @@ def test_gpu_that_the_machine_lacks_is_a_mistake(two_gpus: None) -> None:
 
 def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "list_devices", list)
-    assert list(show_devices(with_learner_gpu(0))) == []
+    (warning,) = show_devices(with_learner_gpu(0))
+    assert (warning.kind, "launch.learner_gpus = [0]" in warning.text) == ("warning", True)
+    assert list(show_devices(CONFIG)) == []
     (refusal,) = check_devices(with_learner_gpu(0))
     assert "this run has 0 GPUs" in refusal.text
     assert list(check_devices(CONFIG)) == []
@@ -121,7 +123,7 @@ def test_rank_0_that_takes_its_address_for_loopback_is_a_mistake_where_ranks_are
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     # As a host's own name on Debian.
-    for name, value in {**variables, "RANK": "0", "MASTER_ADDR": "127.0.1.1"}.items():
+    for name, value in {**variables, "RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     found = [finding.text for finding in check_variables(CONFIG)]
     assert ["its own loopback (127.0.1.1)" in text for text in found] == [True] * said

@@ -261,6 +261,7 @@ def test_missing_reference_is_refused(overrides: list[str]) -> None:
         ({"WORLD_SIZE": "-1"}, 'environment variable WORLD_SIZE = "-1"'),
         ({"LOCAL_RANK": "x"}, 'environment variable LOCAL_RANK = "x"'),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, 'environment variable MASTER_ADDR = "": it is not set'),
     ],
 )
 def test_launchers_variables_that_no_launcher_sets_are_refused(
