@@ -103,6 +103,7 @@ def serve(connection: Connection) -> None:
         with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="crowd-benchmark-") as folder, open_hub(trial.keys) as hub:
             log = RolloutLog(
                 Path(folder),
+                run_id="run",
                 fsync=settings.fsync,
                 segment_bytes=settings.segment_mb * MEBI,
                 retain_bytes=settings.retain_mb * MEBI,

@@ -175,6 +175,7 @@ def serve_hub(connection: Connection, trial: Trial) -> None:
         settings = LogSection()
         log = RolloutLog(
             Path(folder),
+            run_id="run",
             fsync=settings.fsync,
             segment_bytes=settings.segment_mb * MEBI,
             retain_bytes=settings.retain_mb * MEBI,
