@@ -97,6 +97,7 @@ class Run:
     """Checkpoints of a run in `folder`, the `keep` newest being kept."""
 
     def __init__(self, folder: Path, *, keep: int, noise: Noise | None = None, run_id: str = "run") -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.trainer, self.dispatcher = FakeTrainer(), FakeDispatcher()
         self.rows: list[dict[str, Any]] = []
