@@ -70,8 +70,7 @@ def _read_weights(folder: Path) -> "dict[str, Tensor]":
 def _write_model(config: Config, weights: "dict[str, Tensor]", folder: Path) -> None:
     import torch
 
-    from offbeat.learner.policy.loading import load_policy
-    from offbeat.learner.policy.saving import gather_policy, write_policy
+    from offbeat.learner.policy.loading import gather_policy, load_policy, write_policy
 
     module = load_policy(config)
     with torch.no_grad():

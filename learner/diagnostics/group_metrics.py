@@ -1,15 +1,23 @@
 """Metrics of the groups of an optimizer step: rewards, lags, lengths and tokens."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 from offbeat.learner.leases.groups import Group, Rollout
 
 Metrics = dict[str, float | dict[str, int]]
 """Numbers by `area/name`; only `lag/counts` and `broken/leases` are mappings."""
+
+LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, math.inf)}
+"""Lowest and highest policy lag of each bucket, by the bucket's name."""
+
+
+def lag_bucket(policy_lag: int) -> str:
+    """Return the name of the bucket that holds a policy lag of at least 0."""
+    return next(name for name, (lowest, highest) in LAG_BUCKETS.items() if lowest <= policy_lag <= highest)
 
 
 def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:

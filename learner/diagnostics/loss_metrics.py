@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.common.settings.objectives import Aggregation
 from offbeat.learner.calibration.noise_by_sign import NoiseBySign
-from offbeat.learner.diagnostics.lag_buckets import LAG_BUCKETS
+from offbeat.learner.diagnostics.group_metrics import LAG_BUCKETS
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND

@@ -2,14 +2,21 @@
 
 A micro-batch becomes a table with a line per completion, made on the device without waiting for it. The lines of all
 micro-batches and ranks, in any order, are the table of the step.
+
+A step leaves out completions with broken log-probs: they have no loss and no gradient, and are counted by reason. Their rows
+still count in the denominators of the step, like completions that a correction drops: the others weigh what they would weigh
+beside them.
 """
 
 import math
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.objectives.bands import ClippedRatio, Correction
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
@@ -61,7 +68,7 @@ class Column(IntEnum):
     GROUP = 30
     """Index of the completion's group in the step."""
     BROKEN = 31
-    """`broken_rows.Broken`; a completion that is broken has no loss tokens in the other columns."""
+    """The completion's `Broken`; a completion that is broken has no loss tokens in the other columns."""
 
 
 K3_OF_TURNS = (
@@ -71,7 +78,39 @@ K3_OF_TURNS = (
     Column.K3_OF_TURNS_5_TO_8,
     Column.K3_OF_TURNS_FROM_9,
 )
-"""The columns of the buckets of turns, in their order."""
+"""The columns of `TURN_BUCKETS`, in their order."""
+
+TURN_BUCKETS = {"1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, math.inf)}
+"""First and last turn of each bucket, counted from 1 in the order in which they were asked for, by the bucket's name."""
+
+_FIRST_TURNS = np.array([first for first, _ in TURN_BUCKETS.values()])
+
+
+def turn_buckets(rollout: Rollout) -> NDArray[np.int64]:
+    """Return the index in `TURN_BUCKETS` of each sampled token's turn, `[num_tokens]`."""
+    turns = np.arange(1, 1 + rollout.num_turns)
+    return np.repeat(np.searchsorted(_FIRST_TURNS, turns, side="right") - 1, rollout.turn_lengths)
+
+
+class Broken(IntEnum):
+    """The reason why a completion is left out."""
+
+    NOT_AT_ALL = 0
+    NOT_FINITE = 1
+    """A log-prob of a loss token is nan or infinite, under any of the policies."""
+    RATIO = 2
+    """A loss token is more than e^`LOG_RATIO_BOUND` times as likely under the policy as under the anchor. Below the bound the
+    gradient of such a token dominates a step, where A < 0 and nothing clips it; above, it would vanish without a word."""
+
+
+def find_broken(logprobs: PolicyLogprobs, completion_mask: Tensor) -> Tensor:
+    """Return the `Broken` of each row, `[rows]` int64; log-probs may hold any value outside the mask."""
+    policy, anchor = logprobs.policy.detach(), logprobs.anchor
+    finite = policy.isfinite() & logprobs.behavior.isfinite() & anchor.isfinite()
+    is_finite = (finite | ~completion_mask).all(dim=-1)
+    is_bounded = ~(completion_mask & (policy - anchor > LOG_RATIO_BOUND)).any(dim=-1)
+    reasons = torch.where(is_bounded, Broken.NOT_AT_ALL.value, Broken.RATIO.value)
+    return torch.where(is_finite, reasons, Broken.NOT_FINITE.value)
 
 
 def row_statistics(

@@ -62,6 +62,12 @@ class Rollout(NamedTuple):
         """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
         return max(self.turn_lengths)
 
+    def token_lags(self, policy_version: int) -> NDArray[np.int64]:
+        """Return the optimizer steps from each token's policy version to `policy_version`, at least 0, `[num_tokens]`."""
+        starts = [segment.first_token for segment in self.segments]
+        lags = [max(0, policy_version - segment.policy_version) for segment in self.segments]
+        return np.repeat(lags, np.diff([*starts, len(self.token_ids)]))
+
     def returns_to_go(self, reward: float) -> NDArray[np.float64]:
         """Return for each turn what of the episode's `reward`, shaped or not, was given after the turn was asked for."""
         given_before = [0.0, *(turn.reward for turn in self.turns[:-1])]

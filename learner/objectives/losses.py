@@ -18,7 +18,7 @@ from torch import Tensor
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to plus or minus this before `exp`, which overflows float32 at 88 (and its square at 44, in the
 gradient norm). Beyond the bound the ratio is e^20 = 4.9e8 or e^-20 and has no gradient. A step leaves out completions with
-a token above the bound before it gets here, and tells of them (`learner.diagnostics.broken_rows`)."""
+a token above the bound before it gets here, and reports it (`learner.diagnostics.row_statistics.find_broken`)."""
 
 
 class LossInputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""Loading of the learner's models: the policy and its frozen reference, checks that the policy can be trained, and compilation.
+"""Loading and saving of the learner's models, checks that the policy can be trained, and compilation of its layers.
 
 Decoder layers are compiled one by one: the second takes the code of the first, and the head and the loss around them stay as
 they are. torch.compile fuses a layer's norms, rotations and activations, which are bound by memory. Shapes are dynamic, because
@@ -8,21 +8,25 @@ each pack has another number of tokens.
 import importlib.util
 import logging
 import os
+import shutil
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from offbeat.common.errors import SettingError, one_line
+from offbeat.common.models.folders import PROCESSOR_FILE, resolve_model
 from offbeat.common.settings.checks import compile_obstacle
 from offbeat.common.settings.config import Config, ModelSection
 from offbeat.common.settings.objectives import RECOMPUTED
 from offbeat.common.settings.sequence_parallel import SETTING
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.lora import add_adapter
+from offbeat.learner.policy.lora import add_adapter, merged_parameters
 from offbeat.learner.policy.packed_attention import check_packing, packed_logprobs
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.sequence_parallel import SequenceGroup, check_model_heads
@@ -160,3 +164,28 @@ def compile_layers(policy: PreTrainedModel, *, backend: str = "inductor") -> Non
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
     logger.info("compiling %d decoder layers at their first use", len(layers))
+
+
+def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tensor]:
+    """Return the weights as transformers names them, adapters merged, in CPU memory; empty on ranks that do not keep them.
+
+    A collective under ZeRO-3: every rank calls, and only the keeper holds the whole model.
+    """
+    state: dict[str, Tensor] = {}
+    for name, weight in merged_parameters(policy):
+        if is_keeper:
+            # Copied one by one: ZeRO's parameters are views into one storage, which would be saved whole for each.
+            state[name] = weight.to("cpu", copy=True)
+    if is_keeper:
+        persistent = policy.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in policy.named_buffers() if name in persistent}
+    return state
+
+
+def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: str) -> None:
+    """Write gathered weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from."""
+    policy.save_pretrained(folder, state_dict=state)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    processor = resolve_model(tokenizer) / PROCESSOR_FILE
+    if processor.is_file():
+        shutil.copy(processor, folder)

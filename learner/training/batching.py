@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from offbeat.common.models.images import ImageFile
-from offbeat.learner.diagnostics.turn_metrics import token_lags, turn_buckets
+from offbeat.learner.diagnostics.row_statistics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.anchors import group_logprob
 from offbeat.learner.policy.images import ImagePacker
@@ -68,7 +68,7 @@ class MicroBatch(NamedTuple):
     token_lags: Tensor
     """`[rows, tokens]` int64: optimizer steps since each token was sampled."""
     turn_buckets: Tensor
-    """`[rows, tokens]` int64: `learner.diagnostics.turn_metrics.turn_buckets`."""
+    """`[rows, tokens]` int64: `learner.diagnostics.row_statistics.turn_buckets`."""
     groups: Tensor
     """`[rows]` int64: index of each row's group in the step."""
     group_logprobs: Tensor
@@ -230,7 +230,7 @@ def collate(rows: Sequence[TrainingRow], images: ImagePacker | None = None) -> M
         advantages=by_token([row.advantage for row in rows], np.float32),
         weights=floats([row.weight for row in rows]),
         policy_lags=integers([row.policy_lag for row in rows]),
-        token_lags=by_token([token_lags(row.rollout, row.policy_version) for row in rows], np.int64),
+        token_lags=by_token([row.rollout.token_lags(row.policy_version) for row in rows], np.int64),
         turn_buckets=by_token([turn_buckets(row.rollout) for row in rows], np.int64),
         groups=integers([row.group for row in rows]),
         group_logprobs=floats([row.group_logprob for row in rows]),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.common.settings.learning_sections import CriticSection, KlSection
-from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
-from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
+from offbeat.learner.diagnostics.row_statistics import Broken, Column, find_broken, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.anchors import interpolated_logprobs
 from offbeat.learner.objectives.correction_rules import weigh
@@ -71,7 +70,7 @@ def find_mean_weight(batch: Sequence[PreparedMicroBatch], objective: Objective, 
         assert frozen.proximal_logprobs is not None, "only a decoupled anchor normalizes its weights"
         mask, row_weights = micro_batch.completion_mask, micro_batch.weights
         log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
-        # Rows that are not finite have no loss (`broken_rows`).
+        # Rows that are not finite have no loss (`find_broken`).
         mask = mask & (log_rho.isfinite() | ~mask).all(dim=-1, keepdim=True)
         weights = weigh(objective.corrections, log_rho, mask)
         of_both = [aggregate(values, mask, row_weights, mode=objective.aggregation) for values in (weights, mask.float())]
@@ -92,7 +91,7 @@ def compute_loss(
     critic: CriticSection,
     constants: StepConstants,
 ) -> MicroBatchLoss:
-    """Return the loss of the policy's `outputs` on a micro-batch, without its broken completions (`broken_rows`).
+    """Return the loss of the policy's `outputs` on a micro-batch, without its broken completions (`find_broken`).
 
     `kl_coefficient` is the current one, which may have adapted since `kl` was read; `constants` are those of the whole
     optimizer step.

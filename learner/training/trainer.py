@@ -8,7 +8,7 @@ A batch of groups passes through these files, all but the first once for each op
 | the policy runs on a micro-batch | `policy/networks.py` | log-probs with a gradient |
 | token losses, their correction and aggregation, then `backward` | `step_loss.py`, `objectives/` | gradient |
 | learning rate, clip, optimizer step | here, in `_take_step` | new weights |
-| the numbers about the step | `diagnostics/step_metrics.py` | a row of metrics |
+| the numbers about the step | `diagnostics/step_table.py` | a row of metrics |
 """
 
 import math
@@ -27,20 +27,26 @@ from offbeat.learner.calibration.calibration import load_calibration
 from offbeat.learner.calibration.noise_floor import Differences
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.diagnostics.loss_metrics import truncated_ess
-from offbeat.learner.diagnostics.step_metrics import GradientDirection, StepLoss, step_metrics
+from offbeat.learner.diagnostics.step_table import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
 from offbeat.learner.objectives.objective import make_objective
+from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.policy.networks import Networks, Scored
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group, require_same_settings
-from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.training.batching import TrainingRow
 from offbeat.learner.training.checkpoints import put_in_place
 from offbeat.learner.training.preparation import Preparation, PreparedMicroBatch, add_lag
 from offbeat.learner.training.step_loss import compute_loss, find_constants
-from offbeat.learner.training.tensor_files import disk_errors
-from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state, write_folder
+from offbeat.learner.training.trainer_state import (
+    AdaptiveState,
+    CheckpointMeta,
+    disk_errors,
+    load_state,
+    save_state,
+    write_folder,
+)
 from offbeat.protocols.messages import TensorSpec
 
 
@@ -128,8 +134,7 @@ class Trainer:
         rows, _ = self._preparation.make_rows(groups, self.policy_version, self._adaptive.rewards)
         step = TrainingStep(groups, rows, self._prepare(rows))
         loss = self._compute_gradient(step)
-        metrics = self._step_metrics(step, loss, self._adaptive.kl_coefficient)
-        return metrics, self.networks.take_gradient()
+        return self._step_metrics(step, loss), self.networks.take_gradient()
 
     def layout(self) -> tuple[TensorSpec, ...]:
         """List the weights that `snapshot` copies: Hugging Face names, the model's order, tied weights once; no collective."""
@@ -202,14 +207,13 @@ class Trainer:
     def _take_step(self, step: TrainingStep, *, num_steps_before: int) -> Metrics:
         """Take one optimizer step; `num_steps_before` steps of earlier epochs make its completions staler by as many."""
         start = time.perf_counter()
-        kl_coefficient = self._adaptive.kl_coefficient
         step = step._replace(micro_batches=[add_lag(prepared, num_steps_before) for prepared in step.micro_batches])
         loss = self._compute_gradient(step)
         rate = self._learning_rate(loss)
         cosine = self._direction.compare(self.networks.gradients())
         grad_norm = self.networks.step(rate)
         self._adapt_kl_coefficient(loss, num_rows=len(step.rows))
-        metrics = self._step_metrics(step, loss, kl_coefficient)
+        metrics = self._step_metrics(step, loss)
         _require_finite(grad_norm, self.policy_version, metrics)
         self.policy_version += 1
         if cosine is not None:
@@ -245,12 +249,10 @@ class Trainer:
         of_ranks = gather_tensors(torch.stack(list(sums.values())), num_alike=networks.num_alike)
         means = of_ranks.sum(dim=0) / max(1, num_tokens)
         table = gather_rows(torch.cat(tables), num_alike=networks.num_alike)
-        return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)))
+        return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)), self._adaptive.kl_coefficient)
 
-    def _step_metrics(self, step: TrainingStep, loss: StepLoss, kl_coefficient: float) -> Metrics:
-        metrics = step_metrics(
-            loss, step.groups, self.policy_version, self._objective, noise=self._noise, kl_coefficient=kl_coefficient
-        )
+    def _step_metrics(self, step: TrainingStep, loss: StepLoss) -> Metrics:
+        metrics = step_metrics(loss, step.groups, self.policy_version, self._objective, self._noise)
         return metrics | self.networks.take_replay_metrics()
 
     def _adapt_kl_coefficient(self, loss: StepLoss, *, num_rows: int) -> None:

@@ -4,17 +4,22 @@ policy.safetensors                       every weight, whole, under the module's
 rank-00000.safetensors, .msgpack, ...    each rank's part of the optimizer's state, and its random state
 trainer.json, adapted.json, extra.bin    what a trainer must have in common with it; adapted numbers; the caller's bytes
 manifest.json                            size and checksum of each of these files
+
+All of them are data: safetensors, with msgpack or JSON for the values around the tensors. Reading them executes nothing.
 """
 
+import contextlib
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from offbeat.common.processes.files import patiently
@@ -24,11 +29,12 @@ from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.far_ranks import copy_files, find_far_ranks, own_place
-from offbeat.learner.training.tensor_files import read_tree, write_tensors, write_tree
 
 WEIGHTS_FILE = "policy.safetensors"
 _META_FILE = "trainer.json"
 _ADAPTIVE_FILE = "adapted.json"
+_TENSOR = 1
+"""Msgpack's extension code of a tensor, whose content is its name in the safetensors file."""
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,3 +221,48 @@ def _restore_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write named tensors to a safetensors file; raises OSError where the disk refuses, as for any other file."""
+    with disk_errors(path):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError about `path` for an error of the disk, which safetensors reports only in its error's text."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def write_tree(path: Path, tree: Any) -> None:
+    """Write dicts, lists and plain values around tensors: `path.safetensors` and `path.msgpack`."""
+    tensors: dict[str, Tensor] = {}
+
+    def name_tensor(value: Any) -> msgspec.msgpack.Ext:
+        if not isinstance(value, Tensor):
+            raise NotImplementedError(f"a checkpoint cannot hold a {type(value).__name__}")
+        name = str(len(tensors))
+        tensors[name] = value
+        return msgspec.msgpack.Ext(_TENSOR, name.encode())
+
+    structure = msgspec.msgpack.encode(tree, enc_hook=name_tensor)
+    write_tensors(path.with_suffix(".safetensors"), tensors)
+    path.with_suffix(".msgpack").write_bytes(structure)
+
+
+def read_tree(path: Path) -> Any:
+    """Return what `write_tree` wrote, tensors in CPU memory; tuples have become lists."""
+    tensors = load_file(path.with_suffix(".safetensors"))
+
+    def find_tensor(code: int, data: memoryview) -> Tensor:
+        assert code == _TENSOR
+        return tensors[bytes(data).decode()]
+
+    return msgspec.msgpack.decode(path.with_suffix(".msgpack").read_bytes(), ext_hook=find_tensor)

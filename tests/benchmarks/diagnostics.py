@@ -32,7 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from offbeat.learner.diagnostics.loss_metrics import loss_metrics  # noqa: E402
 from offbeat.learner.diagnostics.row_statistics import row_statistics  # noqa: E402
-from offbeat.learner.diagnostics.step_metrics import GradientDirection  # noqa: E402
+from offbeat.learner.diagnostics.step_table import GradientDirection  # noqa: E402
 from offbeat.learner.objectives.aggregation import aggregate  # noqa: E402
 from offbeat.learner.objectives.objective import PolicyLogprobs, make_objective  # noqa: E402
 from tests.benchmarks.measuring import print_table, spread  # noqa: E402

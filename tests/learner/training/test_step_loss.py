@@ -8,8 +8,8 @@ import torch
 
 from offbeat.common.settings.completion import complete_loss
 from offbeat.common.settings.learning_sections import CriticSection, KlSection, LossSection
-from offbeat.learner.diagnostics.broken_rows import Broken, broken_metrics, find_broken
-from offbeat.learner.diagnostics.row_statistics import Column
+from offbeat.learner.diagnostics.row_statistics import Broken, Column, find_broken
+from offbeat.learner.diagnostics.step_table import broken_metrics
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 from offbeat.learner.objectives.objective import NO_CONSTANTS, Objective, PolicyLogprobs, StepConstants, make_objective

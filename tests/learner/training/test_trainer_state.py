@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat.learner.training import checkpoints
-from offbeat.learner.training.tensor_files import read_tree, write_tree
-from offbeat.learner.training.trainer_state import WEIGHTS_FILE
+from offbeat.learner.training.trainer_state import WEIGHTS_FILE, read_tree, write_tree
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import make_config, make_groups
 

@@ -1,4 +1,4 @@
-"""The metrics of an optimizer step.
+"""The metrics of an optimizer step, most of them from a table with a line for each completion (`row_statistics`).
 
 | metrics | computed from | by |
 |---|---|---|
@@ -6,24 +6,23 @@
 | `by_turn` | groups and table | `turn_metrics` |
 | `broken` | table | `broken_metrics` |
 | `loss/policy`, `ratio`, `clip`, `ess`, `kl` between policies, `correction`, `by_lag` | table | `loss_metrics` |
-| `entropy/mean`, `kl/reference`, `kl/reward`, `loss/value` | the means of the loss's other terms | `training.step_loss` |
+| `entropy/mean`, `kl/reference`, `kl/reward`, `loss/value` | the loss's other terms | `compute_loss`, averaged over tokens |
 | `loss/grad_cosine` | the gradient and the one before | `GradientDirection` |
-
-The table is that of `row_statistics`: a line for each completion of the step.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat.learner.calibration.noise_by_sign import NoiseBySign
-from offbeat.learner.diagnostics.broken_rows import broken_metrics
 from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
 from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
-from offbeat.learner.diagnostics.turn_metrics import turn_metrics
+from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, TURN_BUCKETS, Broken, Column, turn_buckets
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.objective import Objective
 
@@ -37,6 +36,8 @@ class StepLoss(NamedTuple):
     """The divisor of the summed loss."""
     means: Mapping[str, float]
     """Means per token of the quantities besides the objective, by metric name."""
+    kl_coefficient: float
+    """The coefficient of the KL in it; 0 without a KL."""
 
 
 def step_metrics(
@@ -44,13 +45,11 @@ def step_metrics(
     groups: Sequence[Group],
     policy_version: int,
     objective: Objective,
-    *,
     noise: NoiseBySign | None,
-    kl_coefficient: float,
 ) -> Metrics:
-    """Compute the metrics of a step on `groups`; `policy_version` and `kl_coefficient` are those before it.
+    """Compute the metrics of a step on `groups`.
 
-    `noise` is the engine's, None without a calibration.
+    `policy_version` is the learner's before the step; `noise` is the engine's, None without a calibration.
     """
     metrics: Metrics = {**group_metrics(groups, policy_version)}
     metrics |= turn_metrics(groups, policy_version, loss.table)
@@ -65,8 +64,48 @@ def step_metrics(
         del metrics["ratio/first"]
     metrics |= loss.means
     if "kl/reference" in loss.means:
-        metrics["kl/coefficient"] = kl_coefficient
+        metrics["kl/coefficient"] = loss.kl_coefficient
     return metrics
+
+
+def turn_metrics(groups: Sequence[Group], policy_version: int, table: Tensor) -> dict[str, float]:
+    """Compute the metrics of a step's tokens by turn; none for a step whose completions all have one turn.
+
+    `policy_version` is the learner's before the step, `table` the step's `row_statistics`. For the tokens of each bucket:
+    `by_turn/<bucket>/tokens` is their number, `lag_mean` their mean lag in optimizer steps, each token's by its own version,
+    and `kl_behavior_policy_k3` their mean k3.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if all(rollout.num_turns == 1 for rollout in rollouts):
+        return {}
+    buckets = np.concatenate([turn_buckets(rollout) for rollout in rollouts])
+    lags = np.concatenate([rollout.token_lags(policy_version) for rollout in rollouts])
+    num_tokens = np.bincount(buckets, minlength=len(TURN_BUCKETS))
+    lag_sums = np.bincount(buckets, weights=lags, minlength=len(TURN_BUCKETS))
+    k3_sums = table[:, list(K3_OF_TURNS)].sum(dim=0).tolist()
+    metrics: dict[str, float] = {}
+    for name, tokens, lag_sum, k3_sum in zip(TURN_BUCKETS, num_tokens.tolist(), lag_sums.tolist(), k3_sums, strict=True):
+        if tokens:
+            metrics[f"by_turn/{name}/tokens"] = tokens
+            metrics[f"by_turn/{name}/lag_mean"] = lag_sum / tokens
+            metrics[f"by_turn/{name}/kl_behavior_policy_k3"] = k3_sum / tokens
+    return metrics
+
+
+def broken_metrics(table: Tensor, lease_ids: Sequence[int]) -> Metrics:
+    """Count the broken completions of an optimizer step by reason, and by the lease of their group if there are any.
+
+    `table`: `row_statistics` of the step; `lease_ids`: of its groups, in order.
+    """
+    reasons = table[:, Column.BROKEN].long()
+    counts: Metrics = {
+        "broken/not_finite": int((reasons == Broken.NOT_FINITE).sum()),
+        "broken/ratio": int((reasons == Broken.RATIO).sum()),
+    }
+    groups = table[reasons != Broken.NOT_AT_ALL][:, Column.GROUP].long().tolist()
+    if groups:
+        counts["broken/leases"] = {str(lease_ids[group]): count for group, count in sorted(Counter(groups).items())}
+    return counts
 
 
 MAX_COORDINATES = 2**20
