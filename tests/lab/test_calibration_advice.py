@@ -84,7 +84,7 @@ def test_prediction_of_few_groups_says_that_it_is_not_to_be_trusted_and_how_many
     half_width = 1.96 * own.measured_error
     assert half_width > 0.05
     needed = math.ceil(16 * (half_width / 0.05) ** 2)
-    assert f"known to ± {half_width:.1%} only; --groups {needed} would tell it to ± 5%" in printed(few)
+    assert f"only known to ± {half_width:.1%}; --groups {needed} would measure it to ± 5%" in printed(few)
     assert f"{own.measured:.1%} ± {half_width:.1%}" in printed(few)
     assert doubts(calibrated(tiny_model, noise=0.05, num_groups=256)) == []
 

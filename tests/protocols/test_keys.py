@@ -79,9 +79,9 @@ def test_secret_key_of_a_group_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "no secret key file"),
-        (public_text(ACTOR.owner), "no secret key file"),
-        (secret_text(ACTOR) + "more\n", "no secret key file"),
+        ("", "not a secret key file"),
+        (public_text(ACTOR.owner), "not a secret key file"),
+        (secret_text(ACTOR) + "more\n", "not a secret key file"),
         (secret_text(ACTOR).replace("actor actor-0", "actor"), "ROLE NAME PUBLIC-KEY"),
         (secret_text(ACTOR).replace("actor actor-0", "queen actor-0"), "ROLE NAME PUBLIC-KEY"),
         (secret_text(ACTOR).replace(ACTOR.owner.public.decode(), "#" * 40), "ROLE NAME PUBLIC-KEY"),

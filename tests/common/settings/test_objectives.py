@@ -292,7 +292,7 @@ REFUSALS = [
     Refusal(["loss.objective=ppo", TO_GO], ['advantage.baseline = "critic"', "without a critic", 'advantage.turns="sum"']),
     Refusal([TO_GO, "advantage.baseline=length_weighted"], ["length_weighted", "by their length", 'advantage.turns="sum"']),
     Refusal(["rollout.group_size=1", "advantage.baseline=length_weighted"], ["nothing would be learned"]),
-    Refusal([TO_GO, "advantage.function=a:b"], ['advantage.function = "a:b"', "knows no turns"]),
+    Refusal([TO_GO, "advantage.function=a:b"], ['advantage.function = "a:b"', "does not support turns"]),
     Refusal([TO_GO, "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "as loud as others"]),
     Refusal([TO_GO, "reward.norm_std=batch"], ['reward.norm_std = "batch"', "other units"]),
     Refusal([TO_GO, "reward.clip=2"], ["reward.clip = 2.0", "other units"]),

@@ -50,7 +50,7 @@ def test_two_values_that_cannot_be_told_apart_are_called_so_with_difference_and_
     # Both spread by 0.01: t(0.95, 4) = 2.131847, times 0.01 times the root of 2/3, is 0.0174.
     four, eight = ValueResult("4", [0.96, 0.97, 0.98], [30.0, 30.0, 30.0]), ValueResult("8", [0.963, 0.973, 0.983], [20.0] * 3)
     told = recommend([SYNCHRONOUS, four, eight], "0", 0.02)
-    assert "4 and 8 cannot be told apart with 3 seeds: difference +0.003, 90% interval -0.014 to +0.020." in told.sentences
+    assert "4 and 8 cannot be distinguished with 3 seeds: difference +0.003, 90% interval -0.014 to +0.020." in told.sentences
 
 
 def test_what_may_be_lost_is_said_where_it_is_more_than_the_margin() -> None:
@@ -70,14 +70,14 @@ def test_equal_times_are_not_told_apart() -> None:
     four, eight = (ValueResult(label, [0.97, 0.98, 0.99], [30.0, 31.0, 29.0]) for label in ("4", "8"))
     told = recommend([SYNCHRONOUS, four, eight], "0", 0.02)
     assert told.label == "4", "the first of equals"
-    assert "In time 8 and 4 cannot be told apart: the ratio is 1.00" in text_of(told)
+    assert "In time 8 and 4 cannot be distinguished: the ratio is 1.00" in text_of(told)
 
 
 def test_one_seed_says_nothing_about_spread_and_nothing_is_recommended() -> None:
     told = recommend([ValueResult("0", [0.9], [60.0]), ValueResult("4", [0.97], [10.0])], "0", 0.02)
     assert told.label is None
     assert "one seed says nothing about the spread" in told.headline
-    assert "told apart" not in text_of(told)
+    assert "distinguish" not in text_of(told)
 
 
 def test_nothing_is_said_before_the_reference_has_run() -> None:
