@@ -11,7 +11,7 @@ from typing import NamedTuple
 from offbeat.common.errors import ServiceError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import weighted_reward
-from offbeat.common.user_code.sources import hash_sources
+from offbeat.common.user_code.functions import hash_sources
 from offbeat.protocols.channels import Link
 from offbeat.protocols.message_parts import EngineInfo
 from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, Hello, LearnerHeartbeat, RewardTrouble, Welcome

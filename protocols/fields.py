@@ -34,4 +34,4 @@ JudgeCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 EnvironmentCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 """Numbers of an actor's use of the judge, by name; at least 0."""
 Sources = Annotated[dict[Label, Label], Meta(max_length=256)]
-"""Hashes of source files, by their paths below the folder of the import path (`common.user_code.sources.hash_sources`)."""
+"""Hashes of source files, by their paths below the folder of the import path (`common.user_code.functions.hash_sources`)."""

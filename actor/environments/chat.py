@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Self
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
 from offbeat.actor.environments.messages import PROMPT, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
-from offbeat.common.user_code.tools import ToolSchema
+from offbeat.common.user_code.environment_function import ToolSchema
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program

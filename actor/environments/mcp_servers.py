@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.user_code.tools import SETTING, ToolSchema
+from offbeat.common.user_code.environment_function import SETTING, ToolSchema
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -27,7 +27,7 @@ from offbeat.actor.environments.mcp_servers import McpServer, McpSession
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.rewards.failures import is_transient
 from offbeat.common.errors import one_line
-from offbeat.common.user_code.tools import ToolSchema
+from offbeat.common.user_code.environment_function import ToolSchema
 
 NUM_THREADS = 64
 """Plain functions that run at once in one process."""

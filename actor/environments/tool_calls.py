@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.user_code.tools import ToolSchema
+from offbeat.common.user_code.environment_function import ToolSchema
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
-from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
     TO_WORKER,
     Begin,
@@ -39,6 +38,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.user_code.environment_function import PlayFunction, load_environment, offer_tools
 
 NUM_THREADS = 512
 """Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's

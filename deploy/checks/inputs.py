@@ -18,8 +18,8 @@ from offbeat.common.models.images import MODEL_TYPES
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
+from offbeat.common.user_code.environment_function import with_tools
 from offbeat.common.user_code.functions import is_function
-from offbeat.common.user_code.tools import with_tools
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import is_json, read_rows
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, load_prompts

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.actor.environments.functions import load_environment, offer_tools
 from offbeat.actor.judges.client import handed_to_processes
 from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import load_reward
@@ -18,6 +17,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import own_functions
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.user_code.callback import load_callback
+from offbeat.common.user_code.environment_function import load_environment, offer_tools
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
 from offbeat.learner.curriculum import OwnCurriculum

@@ -12,7 +12,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import listed
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import weighted_reward
-from offbeat.common.user_code.sources import hash_sources
+from offbeat.common.user_code.functions import hash_sources
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.groups import ExpertLimits
 from offbeat.protocols.message_parts import PART_BYTES, ModelHashes
@@ -96,7 +96,7 @@ class Contract(NamedTuple):
     has_images: bool = False
     """True where prompts have images (`task.image_field`)."""
     sources: Mapping[str, str] = {}
-    """`common.user_code.sources.hash_sources` of the function that judges completions; empty where the learner lacks it."""
+    """`common.user_code.functions.hash_sources` of the function that judges completions; empty where the learner lacks it."""
     join_payload: JoinPayload = JoinPayload()
     """The run for actors that bring neither settings nor model."""
 

@@ -26,8 +26,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import own_functions
 from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.settings.resume_rules import OUTCOMES
-from offbeat.common.user_code.functions import is_function
-from offbeat.common.user_code.sources import find_sources
+from offbeat.common.user_code.functions import find_sources, is_function
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.message_parts import ModelHashes
 

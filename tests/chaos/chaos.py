@@ -22,7 +22,6 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
-from offbeat.actor.environments.functions import load_environment
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow
@@ -31,6 +30,7 @@ from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.setting_text import write_private
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.common.user_code.environment_function import load_environment
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.launcher import free_port
 from offbeat.deploy.local.quickstart.prepared import expand

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from offbeat.actor.environments.chat import Chat, NoRoom
-from offbeat.actor.environments.functions import load_environment
 from offbeat.actor.rewards.functions import reward_of
 from offbeat.actor.rewards.samples import RewardUnavailable
+from offbeat.common.user_code.environment_function import load_environment
 
 ENVIRONMENT = f"{__name__}:play"
 """This environment, as `task.environment` names it."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.user_code.sources import find_sources, hash_sources
+from offbeat.common.user_code.functions import find_sources, hash_sources
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.functions import load_environment, offer_tools
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import TaskSection
-from offbeat.common.user_code.tools import with_tools
+from offbeat.common.user_code.environment_function import load_environment, offer_tools, with_tools
 from offbeat.learner.leases.prompts import load_prompts
 
 MODULE = '''

@@ -1,11 +1,13 @@
-"""Tools that an environment offers the model: their schemas, which the chat template writes into the prompt.
+"""The user's environment: its function, and the schemas of the tools that it offers the model.
 
-The learner renders prompts, and the actors' environment processes what follows; both ask the environment's object here.
+The chat template writes the schemas into the prompt. The learner renders prompts, and the actors' environment processes what
+follows; both ask the environment's object here.
 """
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from msgspec.structs import replace
@@ -20,6 +22,10 @@ ToolSchema = Mapping[str, Any]
 """A tool as chat templates and OpenAI clients know it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 
+PlayFunction = Callable[[Any, dict[str, Any]], Awaitable[object]]
+"""Plays one episode with a `Chat` and the prompt's row, and returns its reward: a number, named parts, or None."""
+
+
 @runtime_checkable
 class OffersTools(Protocol):
     """An environment that has tools."""
@@ -27,6 +33,14 @@ class OffersTools(Protocol):
     async def schemas(self) -> Sequence[ToolSchema]:
         """Return the schema of each tool, always in the same order."""
         ...
+
+
+def load_environment(path: str) -> PlayFunction:
+    """Return the function `module:function`; raise `SettingError` unless it is async and takes a chat and a row."""
+    function = load_function(path, setting=SETTING, parameters=("chat", "row"))
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise SettingError(SETTING, path, "the function is not async", "Write it as `async def`.")
+    return function
 
 
 async def tool_schemas(environment: object, path: str) -> list[ToolSchema]:
@@ -39,6 +53,20 @@ async def tool_schemas(environment: object, path: str) -> list[ToolSchema]:
     except Exception as error:
         problem = f"its tools cannot be described ({one_line(error)})"
         raise SettingError(SETTING, path, problem, "Correct the tool, or start its server.") from error
+
+
+async def offer_tools(
+    function: PlayFunction, path: str, template_arguments: Mapping[str, Any], tool_parser: str
+) -> dict[str, Any]:
+    """Return the template's arguments with the tools of an environment, as the learner has them in its prompts.
+
+    Raise `SettingError` when no parser would read the model's calls.
+    """
+    schemas = await tool_schemas(function, path)
+    if schemas and not tool_parser:
+        problem = "task.environment has tools, and nothing reads the model's calls"
+        raise SettingError("environment.tool_parser", tool_parser, problem, 'Name their form, such as "hermes".')
+    return {"tools": schemas, **template_arguments} if schemas else dict(template_arguments)
 
 
 def with_tools(task: TaskSection) -> TaskSection:
