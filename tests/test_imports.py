@@ -87,7 +87,6 @@ ALLOWED = {
     "lab/report": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/simulation": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/replay": {"lab", "learner/*", "common/*", "common", "protocols"},
-    "lab/comparison": {"lab", "lab/report", "lab/sweep", "common/*", "common"},
     "lab/study": {"lab/sweep", "learner/*", "common/*", "common", "protocols"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common/*", "common", "protocols"},
     "deploy": set(),

@@ -22,7 +22,7 @@ from offbeat.deploy.clusters.pool import Pool, reconcile
 from offbeat.deploy.clusters.ray_pool import open_ray_pool
 from offbeat.deploy.clusters.slurm import open_pool, write_scripts
 from offbeat.deploy.operating.link import ask, open_link_to
-from offbeat.lab.ended_run import read_end
+from offbeat.lab.run_summary import read_end
 from offbeat.protocols.messages import StatusReport, StatusRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

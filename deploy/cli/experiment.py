@@ -21,7 +21,7 @@ from offbeat.deploy.cli.arguments import (
     split_numbers,
     start_time,
 )
-from offbeat.lab.study.cells import LAGS, NUM_SEEDS
+from offbeat.lab.study.trials import LAGS, NUM_SEEDS
 
 
 def simulate_command(
@@ -145,9 +145,8 @@ def sweep_command(
     from offbeat.common.settings.loading import load
     from offbeat.deploy.checks.preflight import look
     from offbeat.deploy.local.quickstart.prepared import expand
-    from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare, render_job_array
-    from offbeat.deploy.sweep.places import places_here
-    from offbeat.deploy.sweep.running import render_commands, run_sweep
+    from offbeat.deploy.sweep.running import places_here, render_commands, run_sweep
+    from offbeat.deploy.sweep.trials import check_trials, make_trials, prepare, render_job_array
     from offbeat.lab.sweep.plan import make_plan, read_baseline
     from offbeat.lab.sweep.sweep_report import write_sweep_report
 
@@ -164,16 +163,16 @@ def sweep_command(
     read_baseline(plan, baseline or ())
     part, places = read_shard(shard), places_here(jobs)
     folder = out or Path(f"runs/sweep-{start_time()}")
-    cells = make_cells(plan, path, overrides, folder)
+    trials = make_trials(plan, path, overrides, folder)
     if as_commands or as_job:
-        prepare(plan, cells, folder)
+        prepare(plan, trials, folder)
         again = _same_command(arguments, varied, seeds, folder, difference, baseline, stop_hopeless=stop_hopeless)
-        typer.echo(render_job_array(cells, folder, again) if as_job else render_commands(part.of(cells), folder))
+        typer.echo(render_job_array(trials, folder, again) if as_job else render_commands(part.of(trials), folder))
         return
-    check_cells(part.of(cells), lambda config: look(expand(config), "train"))
-    prepare(plan, cells, folder)
+    check_trials(part.of(trials), lambda config: look(expand(config), "train"))
+    prepare(plan, trials, folder)
     status = run_sweep(
-        part.of(cells),
+        part.of(trials),
         folder,
         StopRequest().install(),
         say=typer.echo,
@@ -232,8 +231,16 @@ def study_command(
     """
     from offbeat.common.processes.environment import prepare_environment
     from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, StopRequest
-    from offbeat.lab.study.cells import OF_MIXTURES, ROWS_FILE, make_cells, methods, read_lines, read_rows
-    from offbeat.lab.study.probe_rows import PROBE_FILE, ProbeRow
+    from offbeat.lab.study.trials import (
+        OF_MIXTURES,
+        PROBE_FILE,
+        ROWS_FILE,
+        ProbeRow,
+        make_trials,
+        methods,
+        read_lines,
+        read_rows,
+    )
 
     configure_logs("study")
     if page is not None:
@@ -253,12 +260,12 @@ def study_command(
     if probe:
         run_probes(QUICKSTART, folder, of_tasks, of_methods, of_lags, num_seeds=seeds, say=typer.echo)
         return
-    every = make_cells(of_tasks, of_methods, of_lags, _noises(noise), seeds)
-    cells = [cell for cell in every if TASKS[cell.task].recipe.moe or cell.method not in OF_MIXTURES]
+    every = make_trials(of_tasks, of_methods, of_lags, _noises(noise), seeds)
+    trials = [trial for trial in every if TASKS[trial.task].recipe.moe or trial.method not in OF_MIXTURES]
     part = read_shard(shard)
     file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
     stop = StopRequest().install()
-    run_study(QUICKSTART, part.of(cells), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
+    run_study(QUICKSTART, part.of(trials), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
     if stop:
         raise typer.Exit(INTERRUPTED_STATUS)
 

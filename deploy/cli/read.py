@@ -27,7 +27,7 @@ def runs_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
 ) -> None:
     """List the runs in runs/ or in other folders, the newest last: state, steps, reward, duration and health."""
-    from offbeat.lab.comparison.run_list import list_runs, render_runs
+    from offbeat.lab.run_summary import list_runs, render_runs
     from offbeat.lab.terminal import stdout_console
 
     folders = folders or [Path("runs")]
@@ -46,7 +46,7 @@ def compare_command(
     out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("comparison.html"),
 ) -> None:
     """Write one self-contained page that compares runs: their curves in one plot, and the settings that differ."""
-    from offbeat.lab.comparison.comparison_page import write_comparison
+    from offbeat.lab.sweep.comparison import write_comparison
 
     say_page(write_comparison(runs, out))
 

@@ -9,7 +9,7 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LAUNCH_FILE, LOG, MODEL, PROGRAM_LOGS, has_steps
 from offbeat.common.records.writer import ROWS_FILE
-from offbeat.lab.ended_run import read_end
+from offbeat.lab.run_summary import read_end
 from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)

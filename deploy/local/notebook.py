@@ -33,7 +33,7 @@ from offbeat.common.setting_text import to_toml
 from offbeat.deploy.cli.arguments import QUICKSTART, load_config
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.deploy.operating.link import ask, open_link_to
-from offbeat.lab.ended_run import read_end
+from offbeat.lab.run_summary import read_end
 from offbeat.protocols.messages import StatusReport, StatusRequest
 
 LOOK_S = 0.1

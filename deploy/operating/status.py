@@ -18,7 +18,7 @@ from offbeat.common.records.rows import Stamped
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.deploy.operating.link import OpenLink, ask
-from offbeat.lab.ended_run import EndedRun, read_end, render_end
+from offbeat.lab.run_summary import EndedRun, read_end, render_end
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
 

@@ -1,1 +1,1 @@
-"""The matrix of the study: its tasks, and the processes that run its cells."""
+"""The matrix of the study: its tasks, and the processes that run its trials."""

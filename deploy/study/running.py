@@ -1,4 +1,4 @@
-"""Runs the cells of the study in parallel processes, each cell once, and adds a row to the file as soon as one is done."""
+"""Runs the trials of the study in parallel processes, each trial once, and adds a row to the file as soon as one is done."""
 
 import atexit
 import contextlib
@@ -22,18 +22,19 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.jobs import alone_in, run_jobs
-from offbeat.lab.study.cells import (
+from offbeat.lab.study.trials import (
     BASELINE,
     OF_MIXTURES,
-    Cell,
+    PROBE_FILE,
+    ProbeRow,
     StudyRow,
+    StudyTrial,
     append_row,
     left_to_do,
     methods,
     read_lines,
     read_rows,
 )
-from offbeat.lab.study.probe_rows import PROBE_FILE, ProbeRow
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ RUNS_PER_PROCESS = 20
 
 def run_study(
     base: Path,
-    cells: Sequence[Cell],
+    trials: Sequence[StudyTrial],
     folder: Path,
     file: Path,
     stop: StopRequest,
@@ -51,20 +52,20 @@ def run_study(
     num_jobs: int,
     say: Callable[[str], None],
 ) -> None:
-    """Run the cells that have no row in the folder, with new rows in the file; only say how many with no jobs."""
+    """Run the trials that have no row in the folder, with new rows in the file; only say how many with no jobs."""
     from offbeat.deploy.study.tasks import TASKS
 
-    settings = {cell: (*TASKS[cell.task].settings, *methods()[cell.method]) for cell in cells}
+    settings = {trial: (*TASKS[trial.task].settings, *methods()[trial.method]) for trial in trials}
     rows = read_rows(folder)
-    todo = left_to_do(cells, rows, settings)
+    todo = left_to_do(trials, rows, settings)
     say(_plan_text(todo, rows))
     if num_jobs == 0:
         return
-    for task in dict.fromkeys(cell.task for cell in todo):
+    for task in dict.fromkeys(trial.task for trial in todo):
         TASKS[task].make()
-    for cell in todo:
-        make_config(base, cell, settings[cell], TASKS[cell.task].model_path)
-    run_cells(base, todo, settings, file, stop, num_jobs=num_jobs, say=say)
+    for trial in todo:
+        make_config(base, trial, settings[trial], TASKS[trial.task].model_path)
+    run_trials(base, todo, settings, file, stop, num_jobs=num_jobs, say=say)
 
 
 def run_probes(
@@ -93,14 +94,14 @@ def run_probes(
         say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
 
 
-def _plan_text(todo: Sequence[Cell], rows: Sequence[StudyRow]) -> str:
+def _plan_text(todo: Sequence[StudyTrial], rows: Sequence[StudyRow]) -> str:
     """Return the number of runs left, and the CPU hours that those of the same task and lag have taken."""
     hours = 0.0
     unknown = 0
-    for cell in todo:
-        of_task = [row for row in rows if row.task == cell.task]
-        nearest = min((abs(row.lag - cell.lag) for row in of_task), default=0)
-        alike = [row.cpu_s for row in of_task if abs(row.lag - cell.lag) == nearest]
+    for trial in todo:
+        of_task = [row for row in rows if row.task == trial.task]
+        nearest = min((abs(row.lag - trial.lag) for row in of_task), default=0)
+        alike = [row.cpu_s for row in of_task if abs(row.lag - trial.lag) == nearest]
         hours += statistics.fmean(alike) / 3600 if alike else 0.0
         unknown += not alike
     text = f"{len(todo)} runs are to be done"
@@ -109,16 +110,16 @@ def _plan_text(todo: Sequence[Cell], rows: Sequence[StudyRow]) -> str:
     return text + (f", without {unknown} runs of tasks that have none" if 0 < unknown < len(todo) else "")
 
 
-def make_config(base: Path, cell: Cell, settings: Sequence[str], model_path: str) -> Config:
-    """Return the settings of a cell's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
-    config = load(base, [*settings, f"run.seed={cell.seed}"])
+def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_path: str) -> Config:
+    """Return the settings of a trial's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
+    config = load(base, [*settings, f"run.seed={trial.seed}"])
     config = replace(config, model=replace(config.model, path=model_path))
     check(config)
     return config
 
 
-def run_cell(base: Path, cell: Cell, settings: tuple[str, ...]) -> StudyRow:
-    """Run a cell in this process, on one thread."""
+def run_trial(base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+    """Run a trial in this process, on one thread."""
     import torch
 
     from offbeat.deploy.study.tasks import TASKS
@@ -126,11 +127,11 @@ def run_cell(base: Path, cell: Cell, settings: tuple[str, ...]) -> StudyRow:
 
     torch.set_num_threads(1)
     started = time.process_time()
-    config = make_config(base, cell, settings, TASKS[cell.task].model_path)
-    prompts, held_out = _prompts(cell.task)
-    result = run_exactly(config, prompts, held_out, lag=cell.lag, noise=cell.noise)
+    config = make_config(base, trial, settings, TASKS[trial.task].model_path)
+    prompts, held_out = _prompts(trial.task)
+    result = run_exactly(config, prompts, held_out, lag=trial.lag, noise=trial.noise)
     return StudyRow(
-        *cell,
+        *trial,
         settings=settings,
         outcome=result.outcome,
         num_steps=result.num_steps,
@@ -150,7 +151,7 @@ def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, t
     torch.set_num_threads(1)
     configs = {
         method: make_config(
-            base, Cell(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
+            base, StudyTrial(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
         )
         for method, settings in {BASELINE: methods()[BASELINE], **chosen}.items()
     }
@@ -158,29 +159,31 @@ def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, t
     return probe(task, configs[BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
 
 
-def run_cells(
+def run_trials(
     base: Path,
-    todo: Sequence[Cell],
-    settings: Mapping[Cell, tuple[str, ...]],
+    todo: Sequence[StudyTrial],
+    settings: Mapping[StudyTrial, tuple[str, ...]],
     file: Path,
     stop: StopRequest,
     *,
     num_jobs: int,
     say: Callable[[str], None],
 ) -> None:
-    """Run cells, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
+    """Run trials, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
 
     Waits for: the ends of runs. When asked to stop it finishes those under way.
 
     Raises the error of a run that failed, and `SettingError` when another process writes to the file.
     """
     with alone_in(file.parent, name=f".{file.name}.lock"), _processes(num_jobs) as processes:
-        jobs = run_jobs(todo, lambda cell: processes.submit(run_cell, base, cell, settings[cell]), stop, num_at_once=num_jobs)
+        jobs = run_jobs(
+            todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
+        )
         for done in jobs:
             row = done.result
             append_row(file, row)
             say(
-                f"{done.number}/{len(todo)} {row.cell}: {row.outcome} after {row.num_steps} steps, "
+                f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
                 f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
             )
 

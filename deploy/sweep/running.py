@@ -6,42 +6,106 @@ nothing to resume from. A run that is hopeless is asked to stop, saves what a st
 
 import contextlib
 import logging
+import os
 import queue
 import shlex
 import shutil
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS, StopRequest
 from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
+from offbeat.deploy.local.devices.inventory import VISIBLE, Gpu, find_gpus
 from offbeat.deploy.local.jobs import LOCK_FILE, FolderBusyError, alone_in, run_jobs
 from offbeat.deploy.local.launcher import LOOK_S, RestartBudget, Service
 from offbeat.deploy.local.starts import PROGRAM, FreshStarts, ProcessStart
-from offbeat.deploy.sweep.cells import Cell
-from offbeat.deploy.sweep.places import Place
+from offbeat.deploy.sweep.trials import SweepTrial
 from offbeat.lab.history import RunHistory, fold_rows
-from offbeat.lab.sweep.hopeless import Hopeless, evaluations_of, mark_hopeless, read_hopeless, why_hopeless
 from offbeat.lab.sweep.measures import final_reward
-from offbeat.lab.sweep.plan import CONFIG_FILE, has_ended, read_run, state_of
+from offbeat.lab.sweep.plan import (
+    CONFIG_FILE,
+    Hopeless,
+    evaluations_of,
+    has_ended,
+    mark_hopeless,
+    read_hopeless,
+    read_run,
+    state_of,
+    why_hopeless,
+)
 from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)
 
+
+class MachinePart(NamedTuple):
+    """The part of one run. The default is the whole machine."""
+
+    cores: tuple[int, ...] = ()
+    """Cores that its processes stay on; empty: all."""
+    gpus: tuple[str, ...] = ()
+    """Entries of `CUDA_VISIBLE_DEVICES`; empty: as it is."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of the run's processes."""
+        return {VISIBLE: ",".join(self.gpus)} if self.gpus else {}
+
+    def enter(self) -> None:
+        """Keep the calling thread, and the processes that it starts from now on, on the cores; Linux only."""
+        if self.cores and sys.platform == "linux":
+            os.sched_setaffinity(0, self.cores)
+
+
+def places_here(num_runs: int) -> list[MachinePart]:
+    """Divide this machine among as many runs; see `divide`."""
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    return divide(num_runs, find_gpus().gpus, cores)
+
+
+def divide(num_runs: int, gpus: Sequence[Gpu], cores: Sequence[int]) -> list[MachinePart]:
+    """Return equal parts of the GPUs, or of the cores where there is no GPU; what is left over stays idle.
+
+    One run has the whole machine. Raises `SettingError` for more runs than GPUs or cores.
+    """
+    if num_runs == 1:
+        return [MachinePart()]
+    of_which, num_parts = ("GPU", len(gpus)) if gpus else ("core", len(cores))
+    if num_runs > num_parts:
+        problem = f"each run needs a {of_which} of its own, and there are {num_parts}"
+        raise SettingError("--jobs", num_runs, problem, f"Give --jobs {num_parts} or less.")
+    size = num_parts // num_runs
+    parts = [slice(start, start + size) for start in range(0, size * num_runs, size)]
+    if gpus:
+        return [MachinePart(gpus=tuple(gpu.entry for gpu in gpus[part])) for part in parts]
+    return [MachinePart(cores=tuple(cores[part])) for part in parts]
+
+
 LOG_FILE = "train.log"
-"""File in a cell's folder with the output of its run."""
+
+"""File in a trial's folder with the output of its run."""
+
 REPORT_LOCK = ".report.lock"
+
 REPORT_S = 600.0
+
 """Longest wait for other shards' reports before the last one."""
+
 STOP_S = 1800.0
+
 """Longest time that a run may take to save what it has when it is asked to stop."""
+
 JUDGE_S = 10.0
+
 """Seconds between two looks at whether a run is hopeless."""
 
 
@@ -54,29 +118,29 @@ class RunEnd(NamedTuple):
 
 
 def run_sweep(
-    cells: Sequence[Cell],
+    trials: Sequence[SweepTrial],
     folder: Path,
     stop: StopRequest,
     *,
     say: Callable[[str], None],
     write_report: Callable[[], Path],
-    places: Sequence[Place] = (Place(),),
+    places: Sequence[MachinePart] = (MachinePart(),),
     stops_hopeless: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Make the runs of these cells that have not ended, one at each place, with a report after each.
+    """Make the runs of these trials that have not ended, one at each place, with a report after each.
 
     Returns the exit status: 0, 1 when a run failed, 130 when asked to stop. Raises `SettingError`, and starts nothing, when
     another sweep makes one of the runs.
     """
     with contextlib.ExitStack() as locks:
-        todo = [cell for cell in cells if _take(cell, locks)]
-        num_before = len(cells) - len(todo)
+        todo = [trial for trial in trials if _take(trial, locks)]
+        num_before = len(trials) - len(todo)
         if num_before:
-            say(f"{num_before}/{len(cells)} runs are done already")
+            say(f"{num_before}/{len(trials)} runs are done already")
         run = partial(_run, stop=stop, program=program, stops_hopeless=stops_hopeless)
         num_failed = 0
-        with contextlib.closing(_run_cells(todo, places, run, stop, num_before=num_before)) as ends:
+        with contextlib.closing(_run_trials(todo, places, run, stop, num_before=num_before)) as ends:
             for text, has_failed in ends:
                 say(text)
                 num_failed += has_failed
@@ -89,29 +153,29 @@ def run_sweep(
     return status
 
 
-def render_commands(cells: Sequence[Cell], folder: Path) -> str:
+def render_commands(trials: Sequence[SweepTrial], folder: Path) -> str:
     """Return the commands of the runs that have not ended, one per line, and log how to make the report."""
-    todo = [cell for cell in cells if not cell.has_ended]
+    todo = [trial for trial in trials if not trial.has_ended]
     out = shlex.quote(str(folder))
-    logger.info("%d of %d runs are to be done; when they are: offbeat sweep --report --out %s", len(todo), len(cells), out)
+    logger.info("%d of %d runs are to be done; when they are: offbeat sweep --report --out %s", len(todo), len(trials), out)
     return "\n".join(map(_shell_line, todo))
 
 
-def _take(cell: Cell, locks: contextlib.ExitStack) -> bool:
+def _take(trial: SweepTrial, locks: contextlib.ExitStack) -> bool:
     """Lock a run's folder until `locks` is closed, and return True; return False for a run that has ended."""
     with contextlib.ExitStack() as lock:
-        lock.enter_context(alone_in(cell.folder))
+        lock.enter_context(alone_in(trial.folder))
         # Looked at under the lock: another sweep may have made the run a moment ago.
-        if cell.has_ended:
+        if trial.has_ended:
             return False
         locks.enter_context(lock.pop_all())
     return True
 
 
-def _run_cells(
-    todo: Sequence[Cell],
-    places: Sequence[Place],
-    run: Callable[[Cell, Place], RunEnd],
+def _run_trials(
+    todo: Sequence[SweepTrial],
+    places: Sequence[MachinePart],
+    run: Callable[[SweepTrial, MachinePart], RunEnd],
     stop: StopRequest,
     *,
     num_before: int,
@@ -120,19 +184,19 @@ def _run_cells(
 
     Waits for: the ends of runs. A signal ends all of them in order, as does an error in one of their threads.
     """
-    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
+    free: queue.SimpleQueue[MachinePart] = queue.SimpleQueue()
     for place in places:
         free.put(place)
     with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
-        for done in run_jobs(todo, lambda cell: threads.submit(_run_at, cell, free, run), stop, num_at_once=len(places)):
-            cell, end = done.job, done.result
-            history = read_run(cell.folder)
+        for done in run_jobs(todo, lambda trial: threads.submit(_run_at, trial, free, run), stop, num_at_once=len(places)):
+            trial, end = done.job, done.result
+            history = read_run(trial.folder)
             reward = final_reward(history)
-            outcome = _outcome(cell, history, end.status)
+            outcome = _outcome(trial, history, end.status)
             parts = [outcome, *([] if reward is None else [f"reward {reward:.3g}"]), duration(end.seconds)]
             place = f"{num_before + done.number}/{num_before + len(todo)}"
-            text = f"{place} {cell.name.replace('/', ' ')}: {', '.join(parts)}{'' if stop else done.left}"
-            yield text, not has_ended(cell.folder, history) and not stop
+            text = f"{place} {trial.name.replace('/', ' ')}: {', '.join(parts)}{'' if stop else done.left}"
+            yield text, not has_ended(trial.folder, history) and not stop
 
 
 @contextlib.contextmanager
@@ -145,32 +209,34 @@ def _stopping(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _run_at(cell: Cell, free: queue.SimpleQueue[Place], run: Callable[[Cell, Place], RunEnd]) -> RunEnd:
-    """Run one cell at a free place, of which there are as many as runs at a time."""
+def _run_at(
+    trial: SweepTrial, free: queue.SimpleQueue[MachinePart], run: Callable[[SweepTrial, MachinePart], RunEnd]
+) -> RunEnd:
+    """Run one trial at a free place, of which there are as many as runs at a time."""
     place = free.get_nowait()
     try:
         place.enter()
-        return run(cell, place)
+        return run(trial, place)
     finally:
         free.put(place)
 
 
-def _run(cell: Cell, place: Place, *, stop: StopRequest, program: Sequence[str], stops_hopeless: bool) -> RunEnd:
-    """Run one cell to its end, until a signal, or until it is hopeless.
+def _run(trial: SweepTrial, place: MachinePart, *, stop: StopRequest, program: Sequence[str], stops_hopeless: bool) -> RunEnd:
+    """Run one trial to its end, until a signal, or until it is hopeless.
 
     Waits for: the end of its process, looking every `LOOK_S`; `STOP_S` once it was asked to stop.
     """
     started = time.monotonic()
-    if not _can_resume(cell):
-        _clean(cell)
-    run = Service(cell.name, RestartBudget(0), FreshStarts(program))
-    run.start([ProcessStart(_arguments(cell), place.environment, cell.folder / LOG_FILE)])
-    judge = _Judge(cell) if stops_hopeless else None
+    if not _can_resume(trial):
+        _clean(trial)
+    run = Service(trial.name, RestartBudget(0), FreshStarts(program))
+    run.start([ProcessStart(_arguments(trial), place.environment, trial.folder / LOG_FILE)])
+    judge = _Judge(trial) if stops_hopeless else None
     kill_at: float | None = None
     try:
         while run.status is None and (kill_at is None or time.monotonic() < kill_at):
-            if kill_at is None and (reason := _why_stop(cell, stop, judge)) is not None:
-                logger.info("%s: asking %s to stop", reason, cell.name)
+            if kill_at is None and (reason := _why_stop(trial, stop, judge)) is not None:
+                logger.info("%s: asking %s to stop", reason, trial.name)
                 run.ask_to_stop()
                 kill_at = time.monotonic() + STOP_S
             time.sleep(LOOK_S)
@@ -179,23 +245,23 @@ def _run(cell: Cell, place: Place, *, stop: StopRequest, program: Sequence[str],
     return RunEnd(run.status or 0, time.monotonic() - started)
 
 
-def _why_stop(cell: Cell, stop: StopRequest, judge: "_Judge | None") -> str | None:
+def _why_stop(trial: SweepTrial, stop: StopRequest, judge: "_Judge | None") -> str | None:
     """Return the reason for which a run is to be asked to stop; one that is hopeless is marked."""
     if stop:
         return f"{stop.reason} (again: end at once)"
     if judge is None or (reason := judge.look()) is None:
         return None
     # Before the run is asked: a sweep that is killed meanwhile does not take it up again.
-    mark_hopeless(cell.folder, reason)
+    mark_hopeless(trial.folder, reason)
     return f"hopeless ({reason})"
 
 
 class _Judge:
     """Looks from time to time at whether a run is hopeless."""
 
-    def __init__(self, cell: Cell) -> None:
-        self._rows_file = cell.folder / ROWS_FILE
-        self._lag = cell.config.staleness.max_staleness
+    def __init__(self, trial: SweepTrial) -> None:
+        self._rows_file = trial.folder / ROWS_FILE
+        self._lag = trial.config.staleness.max_staleness
         self._next_look = 0.0
 
     def look(self) -> Hopeless | None:
@@ -213,42 +279,42 @@ def _report_unless_busy(folder: Path, write_report: Callable[[], Path]) -> None:
         write_report()
 
 
-def _shell_line(cell: Cell) -> str:
-    command = shlex.join(["offbeat", *_arguments(cell)])
-    rows_file = cell.folder / ROWS_FILE
+def _shell_line(trial: SweepTrial) -> str:
+    command = shlex.join(["offbeat", *_arguments(trial)])
+    rows_file = trial.folder / ROWS_FILE
     # `offbeat train` refuses a folder that holds a run; here nothing is left to resume from, so the rows are deleted first.
-    return f"rm {shlex.quote(str(rows_file))} && {command}" if rows_file.exists() and not _can_resume(cell) else command
+    return f"rm {shlex.quote(str(rows_file))} && {command}" if rows_file.exists() and not _can_resume(trial) else command
 
 
-def _arguments(cell: Cell) -> list[str]:
+def _arguments(trial: SweepTrial) -> list[str]:
     """Return the arguments of `offbeat` that start or resume the run."""
-    resume = ["run.resume=true"] if _can_resume(cell) else []
-    return ["train", str(cell.folder / CONFIG_FILE), *resume]
+    resume = ["run.resume=true"] if _can_resume(trial) else []
+    return ["train", str(trial.folder / CONFIG_FILE), *resume]
 
 
-def _can_resume(cell: Cell) -> bool:
-    has_log = cell.config.log.enabled and (cell.folder / LOG).is_dir()
-    return has_log or checkpoints.newest(cell.folder / CHECKPOINTS) is not None
+def _can_resume(trial: SweepTrial) -> bool:
+    has_log = trial.config.log.enabled and (trial.folder / LOG).is_dir()
+    return has_log or checkpoints.newest(trial.folder / CHECKPOINTS) is not None
 
 
-def _clean(cell: Cell) -> None:
+def _clean(trial: SweepTrial) -> None:
     """Delete the files of a run that cannot be resumed."""
-    for path in cell.folder.iterdir():
+    for path in trial.folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name not in (CONFIG_FILE, LOG_FILE, LOCK_FILE):
             path.unlink()
 
 
-def _outcome(cell: Cell, history: RunHistory, status: int) -> str:
+def _outcome(trial: SweepTrial, history: RunHistory, status: int) -> str:
     """Return the end of a run in words."""
-    state = state_of(cell.folder, history)
+    state = state_of(trial.folder, history)
     if state == "finished":
         return "finished"
     if state == "hopeless":
-        return f"stopped as hopeless: {read_hopeless(cell.folder)}"
+        return f"stopped as hopeless: {read_hopeless(trial.folder)}"
     if status in (INTERRUPTED_STATUS, PAUSED_STATUS):
         return f"stopped at step {history.steps[-1].policy_version if history.steps else 0}"
-    lines = (cell.folder / LOG_FILE).read_text(errors="replace").splitlines()
+    lines = (trial.folder / LOG_FILE).read_text(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-    return f"FAILED with exit status {status} ({said.strip()}; see {cell.folder / LOG_FILE})"
+    return f"FAILED with exit status {status} ({said.strip()}; see {trial.folder / LOG_FILE})"

@@ -48,7 +48,6 @@ from offbeat.lab.drift import (
     part_rows,
     turn_cells,
 )
-from offbeat.lab.ended_run import state_without_end
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.sections import (
@@ -57,7 +56,7 @@ from offbeat.lab.report.sections import (
     health_section,
     samples_section,
 )
-from offbeat.lab.run_settings import RunSettings, read_settings
+from offbeat.lab.run_summary import RunSettings, read_settings, state_without_end
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 REPORT_FILE = "report.html"

@@ -14,8 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from offbeat.lab.simulation.clock import WorkClock
-from offbeat.lab.simulation.timings import Draws, Fleet, Timings
+from offbeat.lab.simulation.timings import Draws, Fleet, Timings, WorkClock
 from offbeat.learner.leases.groups import LagOf
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.lab.study.cells import BASELINE, Point, StudyRow
+from offbeat.lab.study.trials import BASELINE, Point, StudyRow
 from offbeat.lab.sweep.estimates import Estimate, estimate
 from offbeat.lab.sweep.pairs import CONFIDENCE, AgainstBaseline, compare_with_baseline
 

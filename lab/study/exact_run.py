@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from offbeat.common.settings.config import Config
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.lab.study.cells import Outcome, Point
 from offbeat.lab.study.sampler import ExactSampler, Sampled
+from offbeat.lab.study.trials import Outcome, Point
 from offbeat.lab.sweep.estimates import Curve
-from offbeat.lab.sweep.hopeless import why_hopeless
+from offbeat.lab.sweep.plan import why_hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.trainer import Trainer

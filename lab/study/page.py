@@ -16,8 +16,7 @@ from offbeat.lab.study.analysis import (
     conditions,
     signs_of_collapse,
 )
-from offbeat.lab.study.cells import BASELINE, StudyRow
-from offbeat.lab.study.probe_rows import ProbeRow
+from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.pairs import CONFIDENCE
 
 _CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 72, 24, 190, 52

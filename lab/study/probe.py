@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offbeat.common.settings.config import Config
 from offbeat.lab.study.exact_run import ExactRun, TaskPrompt
-from offbeat.lab.study.probe_rows import ProbeRow
+from offbeat.lab.study.trials import ProbeRow
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer
 

@@ -1,7 +1,11 @@
-"""The plan of a sweep: the settings that it varies, and its runs."""
+"""The plan of a sweep: the settings that it varies, its trials, and the rule by which a trial is stopped as hopeless.
+
+A run is hopeless when, after long enough, it is worse than the model was before the first step.
+"""
 
 import itertools
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,29 +14,29 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError
+from offbeat.common.processes.files import replace
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.loading import full_name
 from offbeat.lab.history import RunHistory, fold_rows
-from offbeat.lab.sweep.hopeless import read_hopeless
+from offbeat.lab.sweep.estimates import Curve
 
 PLAN_FILE = "plan.json"
 CONFIG_FILE = "run.toml"
 """The file with all settings of a run, in its folder."""
-
 _NOT_SWEPT = {
     "run.seed": "Use --seeds, which counts up from run.seed.",
     "run.dir": "Use --out: each run gets a folder in it.",
     "run.resume": "What broke off is resumed by itself.",
 }
 State = Literal["new", "broken off", "finished", "hopeless"]
-"""`hopeless`: stopped by the rule of `lab.sweep.hopeless`."""
+"""`hopeless`: stopped by the rule of `why_hopeless`."""
 ENDED: tuple[State, ...] = ("finished", "hopeless")
 """States of runs for which nothing is left to do."""
 Values = tuple[str, ...]
 """Values of the varied settings, in the plan's order, as the user wrote them."""
 
 
-class Planned(NamedTuple):
+class PlannedTrial(NamedTuple):
     """One run of a plan."""
 
     values: Values
@@ -60,14 +64,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return list(itertools.product(*self.settings.values()))
 
     @property
-    def cells(self) -> list[Planned]:
+    def trials(self) -> list[PlannedTrial]:
         """All runs in their order: every combination with one seed before the next seed.
 
         So an unfinished sweep compares like with like, and changes of the machine's speed affect all combinations alike.
         """
         keys = self.keys
         return [
-            Planned(values, seed, "/".join((*map(_folder_name, keys, values), f"seed={seed}")))
+            PlannedTrial(values, seed, "/".join((*map(_folder_name, keys, values), f"seed={seed}")))
             for seed in self.seeds
             for values in self.combinations
         ]
@@ -89,7 +93,7 @@ def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Pl
     if not values:
         raise SettingError("--set", "", "nothing is varied", "Write --set KEY=v1,v2, for example --set max_staleness=0,4.")
     plan = Plan(values, list(range(first_seed, first_seed + num_seeds)))
-    names = Counter(cell.name for cell in plan.cells)
+    names = Counter(trial.name for trial in plan.trials)
     if twice := next((name for name, count in names.items() if count > 1), None):
         raise SettingError("--set", list(settings), f"two of its runs are {twice}", "Give each value once.")
     return plan
@@ -178,3 +182,78 @@ def _folder_name(key: str, value: str) -> str:
     """Return `key=value`, with an underscore for characters that mean something in paths and shells."""
     plain = re.sub(r"[^\w.,:+-]+", "_", value)
     return f"{key}={plain}"
+
+
+# Hopeless trials
+
+HOPELESS_AFTER = 40
+"""Steps, beside the lag, from which on a run may be hopeless."""
+HOPELESS_WINDOW = 4
+"""Evaluations in a row whose mean reward is below the one before the first step, less `HOPELESS_MARGIN`."""
+HOPELESS_MARGIN = 0.05
+HOPELESS_NUM_STEPS = 5
+"""Steps whose mean reward stands for an evaluation, in a run without evaluations."""
+HOPELESS_FILE = "hopeless.json"
+"""File in the folder of a run that was stopped by the rule, with the reason."""
+
+
+class Hopeless(msgspec.Struct, frozen=True):
+    """The reason why a run is hopeless."""
+
+    step: int
+    """Optimizer steps taken."""
+    reward: float
+    """Mean of the last `HOPELESS_WINDOW` evaluations."""
+    first_reward: float
+    """The evaluation before the first step."""
+
+    def __str__(self) -> str:
+        return f"reward {self.reward:.3g} at step {self.step}, {self.first_reward:.3g} before the first"
+
+
+def why_hopeless(rewards: Curve, *, lag: int) -> Hopeless | None:
+    """Return the reason why a run with these evaluations over steps is hopeless; None for one that is not, or not yet.
+
+    `lag` is the number of steps after which the rollouts of the first weights are used up. Without an evaluation before the
+    first step nothing can be said.
+    """
+    if len(rewards.xs) <= HOPELESS_WINDOW or rewards.xs[0] > 0 or rewards.xs[-1] < HOPELESS_AFTER + lag:
+        return None
+    recent = statistics.fmean(rewards.ys[-HOPELESS_WINDOW:])
+    if recent >= rewards.ys[0] - HOPELESS_MARGIN:
+        return None
+    return Hopeless(int(rewards.xs[-1]), recent, rewards.ys[0])
+
+
+def evaluations_of(history: RunHistory) -> Curve:
+    """Return the reward of a run's evaluations over steps.
+
+    In a run without evaluations the reward of the first step, whose rollouts are of the first weights, stands for the one
+    before it, and the means of `HOPELESS_NUM_STEPS` steps each for the others.
+    """
+    known = {version: row.reward for version, row in history.evaluations.items() if row.reward is not None}
+    if known:
+        versions = sorted(known)
+        return Curve([float(version) for version in versions], [known[version] for version in versions])
+    steps = [(row.policy_version, reward) for row in history.steps if (reward := row.number("reward/mean")) is not None]
+    if not steps:
+        return Curve([], [])
+    blocks = [steps[end - HOPELESS_NUM_STEPS : end] for end in range(HOPELESS_NUM_STEPS, len(steps) + 1, HOPELESS_NUM_STEPS)]
+    first_version, first_reward = steps[0]
+    return Curve(
+        [first_version - 1.0, *(float(block[-1][0]) for block in blocks)],
+        [first_reward, *(statistics.fmean(reward for _, reward in block) for block in blocks)],
+    )
+
+
+def mark_hopeless(folder: Path, reason: Hopeless) -> None:
+    """Write the reason into a run's folder: from now on the run counts as ended."""
+    replace(folder / HOPELESS_FILE, msgspec.json.encode(reason) + b"\n")
+
+
+def read_hopeless(folder: Path) -> Hopeless | None:
+    """Return the reason why the run in a folder was stopped; None for a run that was not stopped by the rule."""
+    try:
+        return msgspec.json.decode((folder / HOPELESS_FILE).read_bytes(), type=Hopeless)
+    except FileNotFoundError:
+        return None

@@ -21,7 +21,7 @@ from offbeat.common.pages.figures import (
 )
 from offbeat.lab.sweep.estimates import CONFIDENCE, Band, Curve, Estimate, average_curves
 from offbeat.lab.sweep.measures import RunCurves
-from offbeat.lab.sweep.summary import Run, Summary
+from offbeat.lab.sweep.summary import Summary, SweepRun
 
 NUM_SMOOTHED_STEPS = 5
 """Steps around each point that a plotted reward is averaged over."""
@@ -127,7 +127,7 @@ def _title(summary: Summary, label: str) -> str:
 
 
 def _dot_plot(
-    title: str, caption: str, y_title: str, summary: Summary, number_of: Callable[[Run], float | None], name: str
+    title: str, caption: str, y_title: str, summary: Summary, number_of: Callable[[SweepRun], float | None], name: str
 ) -> Plot:
     """Return a dot for each finished run beside the estimate `name`; with an empty name, beside `seconds_to_margin`."""
     dots = [

@@ -36,7 +36,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One run."""
 
     name: str
@@ -107,7 +107,7 @@ class Summary:
     values: list[Value]
     differences: list[Difference]
     """The differences from the baselines. P-values are corrected for all values of one baseline."""
-    runs: list[Run]
+    runs: list[SweepRun]
 
 
 @dataclass(frozen=True)
@@ -127,20 +127,20 @@ def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -
     `chosen` has the settings that make a value a baseline (`find_baselines`); empty: the reference is the only one.
     """
     labels = [_label(plan, values) for values in plan.combinations]
-    configs = [load(folder / cell.name / CONFIG_FILE) for cell in plan.cells]
-    by_values = dict(zip((cell.values for cell in plan.cells), configs, strict=True))
+    configs = [load(folder / trial.name / CONFIG_FILE) for trial in plan.trials]
+    by_values = dict(zip((trial.values for trial in plan.trials), configs, strict=True))
     first = plan.combinations[_reference(plan, [by_values[values] for values in plan.combinations])]
     reference = _label(plan, first)
-    runs: list[Run] = []
+    runs: list[SweepRun] = []
     curves: dict[str, list[RunCurves]] = {label: [] for label in labels}
     curves_of: dict[str, RunCurves] = {}
-    for cell, config in zip(plan.cells, configs, strict=True):
-        history = read_run(folder / cell.name)
-        label, state, never = _label(plan, cell.values), state_of(folder / cell.name, history), Reach(None, None)
-        curves_of[cell.name] = reward_curves(history, config.train)
+    for trial, config in zip(plan.trials, configs, strict=True):
+        history = read_run(folder / trial.name)
+        label, state, never = _label(plan, trial.values), state_of(folder / trial.name, history), Reach(None, None)
+        curves_of[trial.name] = reward_curves(history, config.train)
         if state in ENDED:
-            curves[label].append(curves_of[cell.name])
-        runs.append(Run(cell.name, label, cell.seed, state, measure(history, config.train), never, never))
+            curves[label].append(curves_of[trial.name])
+        runs.append(SweepRun(trial.name, label, trial.seed, state, measure(history, config.train), never, never))
     goal = estimate(_numbers(_ended(runs, reference), lambda run: run.measures.final_reward))
     if goal is not None:
         runs = [
@@ -183,11 +183,11 @@ def _reference(plan: Plan, configs: Sequence[Config]) -> int:
     return min(range(len(configs)), key=lambda index: configs[index].staleness.max_staleness)
 
 
-def _ended(runs: Sequence[Run], label: str) -> list[Run]:
+def _ended(runs: Sequence[SweepRun], label: str) -> list[SweepRun]:
     return [run for run in runs if run.label == label and run.state in ENDED]
 
 
-def _numbers(runs: Sequence[Run], number_of: Callable[[Run], float | None]) -> list[float]:
+def _numbers(runs: Sequence[SweepRun], number_of: Callable[[SweepRun], float | None]) -> list[float]:
     return [number for run in runs if (number := number_of(run)) is not None]
 
 
@@ -199,12 +199,12 @@ def _reach(curves: RunCurves, target: float) -> Reach:
     return Reach(reach(curves.by_seconds) or None, reach(curves.by_groups))
 
 
-def _result(label: str, runs: Sequence[Run]) -> ValueResult:
+def _result(label: str, runs: Sequence[SweepRun]) -> ValueResult:
     told = [run for run in runs if run.measures.final_reward is not None]
     return ValueResult(label, _numbers(told, lambda run: run.measures.final_reward), [run.to_margin.seconds for run in told])
 
 
-def _value(plan: Plan, values: Sequence[str], runs: Sequence[Run], result: ValueResult, base: ValueResult) -> Value:
+def _value(plan: Plan, values: Sequence[str], runs: Sequence[SweepRun], result: ValueResult, base: ValueResult) -> Value:
     told = [_numbers_of(run) for run in runs]
     names = dict.fromkeys(name for numbers in told for name in numbers)
     every = {name: estimate([numbers[name] for numbers in told if name in numbers]) for name in names}
@@ -227,12 +227,12 @@ def _value(plan: Plan, values: Sequence[str], runs: Sequence[Run], result: Value
     )
 
 
-def _numbers_of(run: Run) -> dict[str, float]:
+def _numbers_of(run: SweepRun) -> dict[str, float]:
     left_out = _OF_WHOLE_RUNS if run.state == "hopeless" else ()
     return {name: number for name, number in numbers_of(run.measures).items() if name not in left_out}
 
 
-def _differences(plan: Plan, baselines: Mapping[Values, Values], runs: Sequence[Run]) -> list[Difference]:
+def _differences(plan: Plan, baselines: Mapping[Values, Values], runs: Sequence[SweepRun]) -> list[Difference]:
     """Return the difference of each value from its baseline, the values of one baseline together."""
     found: list[Difference] = []
     for baseline in dict.fromkeys(baselines.values()):
@@ -250,11 +250,13 @@ def _differences(plan: Plan, baselines: Mapping[Values, Values], runs: Sequence[
     return found
 
 
-def _by_seed(ended: Mapping[str, Sequence[Run]], number_of: Callable[[Run], float | None]) -> dict[str, dict[int, float]]:
+def _by_seed(
+    ended: Mapping[str, Sequence[SweepRun]], number_of: Callable[[SweepRun], float | None]
+) -> dict[str, dict[int, float]]:
     return {
         label: {run.seed: number for run in runs if (number := number_of(run)) is not None} for label, runs in ended.items()
     }
 
 
-def _whole_train_s(run: Run) -> float | None:
+def _whole_train_s(run: SweepRun) -> float | None:
     return run.measures.train_s or None if run.state == "finished" else None

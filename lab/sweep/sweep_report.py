@@ -39,7 +39,7 @@ from offbeat.lab.sweep.pairs import CONFIDENCE as PAIRED_CONFIDENCE
 from offbeat.lab.sweep.pairs import SIGNIFICANT, AgainstBaseline
 from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
-from offbeat.lab.sweep.summary import Gathered, Run, Summary, Value, gather
+from offbeat.lab.sweep.summary import Gathered, Summary, SweepRun, Value, gather
 
 SUMMARY_FILE = "sweep.json"
 """The file of the sweep's `Summary`."""
@@ -297,12 +297,12 @@ def _runs(summary: Summary) -> PageSection:
         )
         for run in summary.runs
     ]
-    columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
+    columns = ("SweepRun", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
     columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
     return PageSection("Runs", "Each run's own report is behind its name.", [Card([Table(columns, rows, 2)])])
 
 
-def _run_link(run: Run) -> TableCell:
+def _run_link(run: SweepRun) -> TableCell:
     return LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name
 
 

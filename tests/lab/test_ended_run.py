@@ -11,7 +11,7 @@ from offbeat.common.records.rows import EventRow, FinalRow, LedgerSums, StepRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.operating import link as questions
 from offbeat.deploy.operating.status import Asked, print_status, watch_status
-from offbeat.lab.ended_run import EndedRun, read_end
+from offbeat.lab.run_summary import EndedRun, read_end
 from offbeat.protocols.channels import Link
 from tests.deploy.services import free_port
 
@@ -39,12 +39,14 @@ def test_run_that_is_over_is_told_without_asking(tmp_path: Path, capsys: pytest.
     end_run(tmp_path)
     asked = Asked(open_no_link, "tcp://127.0.0.1:1", tmp_path, 100)
     print_status(asked, as_json=False)
-    assert capsys.readouterr().out.splitlines() == [
+    *lines, files = capsys.readouterr().out.splitlines()
+    assert lines == [
         "failed: step 12 of 100   wall time 61 s   reward 0.250 at the last step",
         "no actor for 20 s",
         "! No signal. Look at it.",
         "set: train.learning_rate = 0.3, was 1e-6; by me",
     ]
+    assert files.startswith(f"files in {tmp_path}: ")
     print_status(asked, as_json=True)
     ended = msgspec.json.decode(capsys.readouterr().out, type=EndedRun)
     assert (ended.outcome, ended.policy_version, ended.reward) == ("failed", 12, 0.25)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.deploy.sweep.cells import Cell, make_cells, prepare
-from offbeat.deploy.sweep.places import Place
-from offbeat.deploy.sweep.running import run_sweep
+from offbeat.deploy.sweep.running import MachinePart, run_sweep
+from offbeat.deploy.sweep.trials import SweepTrial, make_trials, prepare
 from offbeat.lab.sweep.plan import Plan, make_plan
 from tests.lab.sweep.sweep_runs import stand_in, starts
 
@@ -40,12 +39,12 @@ class Sweep:
     def plan(self, *values: str, seeds: int = 1) -> Plan:
         return make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0)
 
-    def cells(self, *values: str, seeds: int = 1, overrides: Sequence[str] = ()) -> list[Cell]:
+    def trials(self, *values: str, seeds: int = 1, overrides: Sequence[str] = ()) -> list[SweepTrial]:
         """Write the runs of a sweep into its folder and return them."""
         plan = self.plan(*values, seeds=seeds)
-        cells = make_cells(plan, self.home / "run.toml", overrides, self.folder)
-        prepare(plan, cells, self.folder)
-        return cells
+        trials = make_trials(plan, self.home / "run.toml", overrides, self.folder)
+        prepare(plan, trials, self.folder)
+        return trials
 
     def run(
         self,
@@ -58,12 +57,12 @@ class Sweep:
         """Run one `offbeat sweep`; return the exit status."""
         self.said.clear()
         return run_sweep(
-            self.cells(*values, seeds=seeds)[shard],
+            self.trials(*values, seeds=seeds)[shard],
             self.folder,
             self.stop,
             say=self._say,
             write_report=self._report,
-            places=[Place()] * num_at_once,
+            places=[MachinePart()] * num_at_once,
             stops_hopeless=stops_hopeless,
             program=self.program,
         )

@@ -1,4 +1,4 @@
-"""Claims about `deploy.sweep.places`: runs at a time share no core and no GPU."""
+"""Claims about `deploy.sweep.running`: runs at a time share no core and no GPU."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
 from offbeat.deploy.local.devices.inventory import Gpu
-from offbeat.deploy.sweep.places import Place, divide
+from offbeat.deploy.sweep.running import MachinePart, divide
 
 
 def gpus(number: int) -> list[Gpu]:
@@ -14,8 +14,8 @@ def gpus(number: int) -> list[Gpu]:
 
 
 def test_one_run_has_the_whole_machine_as_it_is() -> None:
-    assert divide(1, gpus(4), range(8)) == [Place()]
-    assert Place().environment == {}
+    assert divide(1, gpus(4), range(8)) == [MachinePart()]
+    assert MachinePart().environment == {}
 
 
 def test_runs_get_equal_parts_of_the_gpus_and_any_core() -> None:

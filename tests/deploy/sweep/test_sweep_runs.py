@@ -22,11 +22,9 @@ from offbeat.deploy.checks import preflight
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.local.jobs import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
-from offbeat.deploy.sweep.cells import Cell, render_job_array
-from offbeat.deploy.sweep.places import Place
-from offbeat.deploy.sweep.running import render_commands, run_sweep
-from offbeat.lab.sweep.hopeless import Hopeless, read_hopeless
-from offbeat.lab.sweep.plan import Plan, read_plan
+from offbeat.deploy.sweep.running import MachinePart, render_commands, run_sweep
+from offbeat.deploy.sweep.trials import SweepTrial, render_job_array
+from offbeat.lab.sweep.plan import Hopeless, Plan, read_hopeless, read_plan
 from tests.deploy.sweep.sweeps import Sweep
 
 pytestmark = pytest.mark.slow
@@ -150,7 +148,7 @@ def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(
     sweep.does("4-0", "write('step'); (run / 'log').mkdir(); sys.exit(3)")
     sweep.does("8-0", "write('step'); sys.exit(3)")
     sweep.run("0", "4", "8")
-    lines = render_commands(sweep.cells("0", "4", "8", "16"), sweep.folder).splitlines()
+    lines = render_commands(sweep.trials("0", "4", "8", "16"), sweep.folder).splitlines()
     root = sweep.folder / "max_staleness="
     assert lines == [
         f"offbeat train {root}4/seed=0/run.toml run.resume=true",
@@ -161,8 +159,8 @@ def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(
 
 def test_job_array_has_a_task_for_each_run_that_is_left(sweep: Sweep) -> None:
     sweep.run("4")
-    cells = sweep.cells("0", "4", "8", "16")
-    script = render_job_array(cells, sweep.folder, ["offbeat", "sweep", "it's.toml", "--out", "a b"])
+    trials = sweep.trials("0", "4", "8", "16")
+    script = render_job_array(trials, sweep.folder, ["offbeat", "sweep", "it's.toml", "--out", "a b"])
     assert "#SBATCH --array=0,2-3\n" in script
     with tempfile.TemporaryDirectory() as folder:
         offbeat = Path(folder) / "offbeat"
@@ -218,10 +216,10 @@ write("step", "final")
 """,
     )
     core = min(os.sched_getaffinity(0))
-    places = [Place((core,), ("GPU-a", "GPU-b")), Place((core,), ("3",))]
-    cells = sweep.cells("0", "4")
+    places = [MachinePart((core,), ("GPU-a", "GPU-b")), MachinePart((core,), ("3",))]
+    trials = sweep.trials("0", "4")
     status = run_sweep(
-        cells,
+        trials,
         sweep.folder,
         sweep.stop,
         say=sweep.said.append,
@@ -230,7 +228,7 @@ write("step", "final")
         program=sweep.program,
     )
     assert status == 0
-    assert {(cell.folder / "place").read_text() for cell in cells} == {f"[{core}] GPU-a,GPU-b", f"[{core}] 3"}
+    assert {(trial.folder / "place").read_text() for trial in trials} == {f"[{core}] GPU-a,GPU-b", f"[{core}] 3"}
 
 
 FALLS = """
@@ -263,7 +261,7 @@ def test_hopeless_run_is_asked_to_stop_and_has_ended(sweep: Sweep, monkeypatch: 
     assert sweep.run("0", "4", stops_hopeless=True) == 0
     assert sweep.run("0", "4") == 0
     assert sweep.starts == ["0-0 train", "4-0 train"], "it is not taken up again"
-    assert render_commands(sweep.cells("0", "4"), sweep.folder) == ""
+    assert render_commands(sweep.trials("0", "4"), sweep.folder) == ""
 
 
 def test_hopeless_run_goes_on_unless_it_is_to_be_stopped(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,13 +350,13 @@ def test_array_of_the_command_repeats_what_the_sweep_is(sweep: Sweep, monkeypatc
     told = shlex.split(command)
     assert told[:3] == ["exec", "offbeat", "sweep"]
     assert told[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/4"]
-    monkeypatch.setattr(running, "run_sweep", lambda cells, folder, stop, **options: made.append((cells, options)) or 0)
+    monkeypatch.setattr(running, "run_sweep", lambda trials, folder, stop, **options: made.append((trials, options)) or 0)
     monkeypatch.setattr(preflight, "look", lambda config, command: None)
-    made: list[tuple[Sequence[Cell], dict[str, Any]]] = []
+    made: list[tuple[Sequence[SweepTrial], dict[str, Any]]] = []
     again = [*told[3:-1], "2/4"]
     assert CliRunner().invoke(make_app(), ["sweep", *again], catch_exceptions=False).exit_code == 0
-    ((cells, options),) = made
-    assert [cell.name for cell in cells] == ["max_staleness=4/objective=gspo/seed=0"]
-    assert cells[0].config.train.num_steps == 5
+    ((trials, options),) = made
+    assert [trial.name for trial in trials] == ["max_staleness=4/objective=gspo/seed=0"]
+    assert trials[0].config.train.num_steps == 5
     assert options["stops_hopeless"]
     assert options["write_report"].args == (Path("sweep"), 0.05, ["objective=gspo"])

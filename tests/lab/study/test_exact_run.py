@@ -15,7 +15,7 @@ from offbeat.common.weights.flat import WeightBuffer
 from offbeat.lab.study import exact_run, probe
 from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly
 from offbeat.lab.study.sampler import ExactSampler
-from offbeat.lab.sweep import hopeless
+from offbeat.lab.sweep import plan as hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer

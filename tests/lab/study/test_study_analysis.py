@@ -11,7 +11,7 @@ from offbeat.lab.study.analysis import (
     signs_of_collapse,
     steps_to,
 )
-from offbeat.lab.study.cells import Outcome, Point, StudyRow
+from offbeat.lab.study.trials import Outcome, Point, StudyRow
 
 
 def make_row(

@@ -6,9 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.lab.study.cells import Point, StudyRow, read_lines, read_rows
 from offbeat.lab.study.page import BEGIN, END, heat_map, write_page
-from offbeat.lab.study.probe_rows import ProbeRow
+from offbeat.lab.study.trials import Point, ProbeRow, StudyRow, read_lines, read_rows
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -1,4 +1,4 @@
-"""Claims about `lab.sweep.hopeless`, by hand-computed numbers."""
+"""Claims about `lab.sweep.plan`, by hand-computed numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.lab.history import fold_rows
-from offbeat.lab.sweep import hopeless
+from offbeat.lab.sweep import plan
 from offbeat.lab.sweep.estimates import Curve
-from offbeat.lab.sweep.hopeless import Hopeless, evaluations_of, mark_hopeless, read_hopeless, why_hopeless
+from offbeat.lab.sweep.plan import Hopeless, evaluations_of, mark_hopeless, read_hopeless, why_hopeless
 from tests.common.records.row_lines import rows_from
 
 
@@ -19,7 +19,7 @@ def evaluated(*rewards: float, interval: int = 5) -> Curve:
 
 def test_a_run_below_its_start_is_hopeless_once_its_lag_is_over() -> None:
     fallen = evaluated(0.2, *[0.5] * 4, *[0.1] * 4)
-    assert fallen.xs[-1] == hopeless.AFTER
+    assert fallen.xs[-1] == plan.HOPELESS_AFTER
     assert why_hopeless(fallen, lag=0) == Hopeless(40, 0.1, 0.2)
     assert why_hopeless(fallen, lag=1) is None
     assert why_hopeless(evaluated(0.2, *[0.5] * 4, *[0.16] * 4), lag=0) is None, "within the margin"

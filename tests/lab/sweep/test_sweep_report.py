@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from offbeat.common.settings.learning_sections import TrainSection
-from offbeat.deploy.sweep.cells import make_cells, prepare
+from offbeat.deploy.sweep.trials import make_trials, prepare
 from offbeat.lab.history import RunHistory, fold_rows
-from offbeat.lab.sweep.hopeless import Hopeless, mark_hopeless
 from offbeat.lab.sweep.measures import measure, reward_curves
-from offbeat.lab.sweep.plan import Plan, make_plan
+from offbeat.lab.sweep.plan import Hopeless, Plan, make_plan, mark_hopeless
 from offbeat.lab.sweep.sweep_report import write_sweep_report
 from tests.common.records.row_lines import rows_from
 from tests.lab.report.test_report import figure_titled, figures_in, text_of
@@ -41,7 +40,7 @@ def sweep_in(folder: Path, *varied: str, seeds: int) -> Plan:
     """Plan a sweep in `folder`, without any rows."""
     (folder / "run.toml").write_text(CONFIG)
     plan = make_plan(varied, num_seeds=seeds, first_seed=0)
-    prepare(plan, make_cells(plan, folder / "run.toml", [], folder), folder)
+    prepare(plan, make_trials(plan, folder / "run.toml", [], folder), folder)
     return plan
 
 
@@ -358,8 +357,8 @@ def test_page_needs_no_network_and_links_only_to_the_runs(tmp_path: Path) -> Non
 def test_values_are_not_markup(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script>"
     plan = sweep_in(tmp_path, f"task.system_prompt='{attack}',b", "chat_template=true", seeds=1)
-    for cell in plan.cells:
-        write_rows(tmp_path / cell.name, rows_of_run(LEARNED))
+    for trial in plan.trials:
+        write_rows(tmp_path / trial.name, rows_of_run(LEARNED))
     page, _ = report_of(tmp_path)
     assert "<script>alert" not in page
     assert page.count("</script>") == page.count("<script")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.lab.comparison.comparison_page import MOST_RUNS, differing_settings, write_comparison
-from offbeat.lab.run_settings import read_settings
+from offbeat.lab.run_summary import read_settings
+from offbeat.lab.sweep.comparison import MOST_RUNS, differing_settings, write_comparison
 from tests.lab.report.test_report import figure_titled, text_of
 
 START = 1_700_000_000.0

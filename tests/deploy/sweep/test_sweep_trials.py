@@ -1,4 +1,4 @@
-"""Claims about `deploy.sweep.cells` and `lab.sweep.plan`: which runs a sweep has, with which settings, and what is refused."""
+"""Claims about `deploy.sweep.trials` and `lab.sweep.plan`: which runs a sweep has, with which settings, and what is refused."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from offbeat.common.records.run_folder import check_run_folder
 from offbeat.common.settings.completion import engine_band
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare
+from offbeat.deploy.sweep.trials import check_trials, make_trials, prepare
 from offbeat.lab.sweep.plan import find_baselines, make_plan, read_baseline, read_plan, split_values
 from tests.deploy.sweep.sweeps import Sweep
 
@@ -25,10 +25,10 @@ def problem(*varied: str, seeds: int = 1) -> str:
     return str(raised.value)
 
 
-def test_cells_are_the_product_of_values_and_seeds_one_seed_of_all_before_the_next() -> None:
+def test_trials_are_the_product_of_values_and_seeds_one_seed_of_all_before_the_next() -> None:
     plan = make_plan(["max_staleness=0,4", "train.groups_per_step=8,16"], num_seeds=2, first_seed=7)
     assert plan.settings == {"staleness.max_staleness": ["0", "4"], "train.groups_per_step": ["8", "16"]}
-    assert [cell.name for cell in plan.cells] == [
+    assert [trial.name for trial in plan.trials] == [
         f"max_staleness={bound}/groups_per_step={groups}/seed={seed}"
         for seed in (7, 8)
         for bound in (0, 4)
@@ -52,10 +52,10 @@ def test_values_are_split_at_commas_outside_of_brackets_and_quotes(listed: str, 
 
 @given(values=st.lists(st.integers(0, 99).map(str), min_size=1, max_size=6, unique=True), seeds=st.integers(1, 4))
 @settings(max_examples=30)
-def test_every_plan_has_each_cell_once(values: list[str], seeds: int) -> None:
-    cells = make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0).cells
-    assert len({cell.name for cell in cells}) == len(cells) == len(values) * seeds
-    assert {(cell.values[0], cell.seed) for cell in cells} == {(value, seed) for value in values for seed in range(seeds)}
+def test_every_plan_has_each_trial_once(values: list[str], seeds: int) -> None:
+    trials = make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0).trials
+    assert len({trial.name for trial in trials}) == len(trials) == len(values) * seeds
+    assert {(trial.values[0], trial.seed) for trial in trials} == {(value, seed) for value in values for seed in range(seeds)}
 
 
 def test_what_cannot_be_swept_is_refused_with_the_cure() -> None:
@@ -73,7 +73,7 @@ def test_what_cannot_be_swept_is_refused_with_the_cure() -> None:
 def test_impossible_value_is_refused_before_anything_is_written_and_names_the_run(sweep: Sweep) -> None:
     plan = make_plan(["max_staleness=0,4"], num_seeds=1, first_seed=0)
     with pytest.raises(SettingError, match=r'run of the sweep = "max_staleness=0/seed=0": .*would wait forever'):
-        make_cells(plan, sweep.home / "run.toml", ["weights.interval=2"], sweep.folder)
+        make_trials(plan, sweep.home / "run.toml", ["weights.interval=2"], sweep.folder)
     assert not sweep.folder.exists()
 
 
@@ -82,7 +82,7 @@ def test_check_that_fails_names_the_run(sweep: Sweep) -> None:
         raise SettingError("task.reward", "x", "it cannot be imported", "Correct it.")
 
     with pytest.raises(SettingError, match=r'"max_staleness=0/seed=0": task.reward = "x": it cannot be imported'):
-        check_cells(sweep.cells("0"), refuse)
+        check_trials(sweep.trials("0"), refuse)
 
 
 def test_every_value_is_checked_once_whatever_the_number_of_seeds(sweep: Sweep) -> None:
@@ -94,12 +94,12 @@ def test_every_value_is_checked_once_whatever_the_number_of_seeds(sweep: Sweep) 
             raise SettingError("task.reward", "x", "it cannot be imported", "Correct it.")
 
     with pytest.raises(SettingError, match="max_staleness=8/seed=0"):
-        check_cells(sweep.cells("0", "4", "8", seeds=3), note)
+        check_trials(sweep.trials("0", "4", "8", seeds=3), note)
     assert checked == [0, 4, 8]
 
 
 def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(sweep: Sweep) -> None:
-    sweep.cells("4", "8", seeds=2, overrides=["train.learning_rate=0.5"])
+    sweep.trials("4", "8", seeds=2, overrides=["train.learning_rate=0.5"])
     config = load(sweep.folder / "max_staleness=8" / "seed=1" / "run.toml")
     assert (config.staleness.max_staleness, config.run.seed, config.train.learning_rate) == (8, 1, 0.5)
     assert config.run.dir == str(sweep.folder / "max_staleness=8" / "seed=1")
@@ -108,7 +108,7 @@ def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(swee
 
 def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
     plan = make_plan(["objective=gspo,grpo"], num_seeds=1, first_seed=0)
-    gspo, grpo = make_cells(plan, sweep.home / "run.toml", [], sweep.folder)
+    gspo, grpo = make_trials(plan, sweep.home / "run.toml", [], sweep.folder)
     of_length = engine_band(gspo.config.rollout.max_new_tokens).low
     assert (gspo.config.loss.clip_low, grpo.config.loss.clip_low) == (of_length, 0.2)
 
@@ -126,11 +126,11 @@ def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
 def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(
     sweep: Sweep, varied: list[str], seeds: int, overrides: list[str], said: str
 ) -> None:
-    sweep.cells("0", "4", seeds=2)
+    sweep.trials("0", "4", seeds=2)
     before = sorted(sweep.folder.rglob("*"))
     plan = make_plan(varied, num_seeds=seeds, first_seed=0)
     with pytest.raises(SettingError, match="it holds another sweep") as raised:
-        prepare(plan, make_cells(plan, sweep.home / "run.toml", overrides, sweep.folder), sweep.folder)
+        prepare(plan, make_trials(plan, sweep.home / "run.toml", overrides, sweep.folder), sweep.folder)
     assert said in str(raised.value)
     assert sorted(sweep.folder.rglob("*")) == before
 
@@ -138,12 +138,12 @@ def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(
 def test_other_order_of_settings_is_another_sweep(sweep: Sweep) -> None:
     for order, is_same in ((["max_staleness=4", "groups_per_step=8"], True), (["groups_per_step=8", "max_staleness=4"], False)):
         plan = make_plan(order, num_seeds=1, first_seed=0)
-        cells = make_cells(plan, sweep.home / "run.toml", [], sweep.folder)
+        trials = make_trials(plan, sweep.home / "run.toml", [], sweep.folder)
         if is_same:
-            prepare(plan, cells, sweep.folder)
+            prepare(plan, trials, sweep.folder)
         else:
             with pytest.raises(SettingError, match="the settings are varied in the order"):
-                prepare(plan, cells, sweep.folder)
+                prepare(plan, trials, sweep.folder)
 
 
 def test_folder_without_a_plan_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_folder_without_a_plan_or_with_a_damaged_one_is_refused(tmp_path: Path) 
 
 
 def test_plan_is_json_that_says_what_is_varied(sweep: Sweep) -> None:
-    sweep.cells("0", "4", seeds=2)
+    sweep.trials("0", "4", seeds=2)
     told = msgspec.json.decode((sweep.folder / "plan.json").read_bytes())
     assert told == {"settings": {"staleness.max_staleness": ["0", "4"]}, "seeds": [0, 1]}
 
@@ -169,15 +169,15 @@ def test_sweep_is_continued_though_some_of_its_runs_have_not_begun(sweep: Sweep)
 
     sweep.does("0-0", "write('step', 'final'); (run / 'log').mkdir()")
     sweep.run("0")
-    check_cells(sweep.cells("0", "4"), note)
+    check_trials(sweep.trials("0", "4"), note)
     assert checked == [True, False]
 
 
 def test_each_value_of_a_shard_is_checked_whatever_its_seed(sweep: Sweep) -> None:
     checked: list[tuple[int, int]] = []
     # With two parts of three values the first has seeds 0, 0 and 1.
-    part = sweep.cells("0", "4", "8", seeds=2)[::2]
-    check_cells(part, lambda config: checked.append((config.staleness.max_staleness, config.run.seed)))
+    part = sweep.trials("0", "4", "8", seeds=2)[::2]
+    check_trials(part, lambda config: checked.append((config.staleness.max_staleness, config.run.seed)))
     assert checked == [(0, 0), (8, 0), (4, 1)]
 
 

@@ -1,4 +1,4 @@
-"""The cells of the study and the rows of their runs: which there are, and the files that hold them."""
+"""The trials of the study, and the files with a row for each trial and for each probe of a gradient."""
 
 import itertools
 import os
@@ -18,7 +18,6 @@ LAGS = (0, 1, 4, 16, 64)
 NOISES = (0.0, 0.01, 0.05, 0.2)
 """Standard deviations of the noise on logits, in nats: none, about bfloat16's on the quick start, and two coarser engines."""
 NUM_SEEDS = 5
-
 CORRECTED: Mapping[str, tuple[str, ...]] = {
     "reinforce + token_tis": ("loss.objective=reinforce", "loss.correction=token_tis"),
     "reinforce + sequence_tis": ("loss.objective=reinforce", "loss.correction=sequence_tis"),
@@ -45,7 +44,7 @@ OF_MIXTURES = ("gspo + engine routing", "grpo + engine routing")
 """Methods that only tasks with a mixture of experts can have."""
 
 
-class Cell(NamedTuple):
+class StudyTrial(NamedTuple):
     """One run of the study."""
 
     task: str
@@ -89,7 +88,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 Outcome = Literal["finished", "hopeless", "diverged"]
-"""`hopeless`: stopped by the rule of `lab.sweep.hopeless`; `diverged`: the gradient was not finite."""
+"""`hopeless`: stopped by the rule of `lab.sweep.plan`; `diverged`: the gradient was not finite."""
 
 
 class StudyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,9 +111,9 @@ class StudyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: tuple[Point, ...]
 
     @property
-    def cell(self) -> Cell:
-        """The cell that the run belongs to."""
-        return Cell(self.task, self.method, self.lag, self.noise, self.seed)
+    def trial(self) -> StudyTrial:
+        """The trial that the run belongs to."""
+        return StudyTrial(self.task, self.method, self.lag, self.noise, self.seed)
 
 
 def methods() -> dict[str, tuple[str, ...]]:
@@ -122,20 +121,20 @@ def methods() -> dict[str, tuple[str, ...]]:
     return {name: (f"loss.objective={name}",) for name in DEFAULTS} | dict(CORRECTED)
 
 
-def make_cells(
+def make_trials(
     tasks: Sequence[str], chosen: Sequence[str], lags: Sequence[int], noises: Sequence[float], num_seeds: int
-) -> list[Cell]:
+) -> list[StudyTrial]:
     """Return every combination, all of one seed before the next: an unfinished study compares like with like."""
     return [
-        Cell(task, method, lag, noise, seed)
+        StudyTrial(task, method, lag, noise, seed)
         for seed, task, noise, lag, method in itertools.product(range(num_seeds), tasks, noises, lags, chosen)
     ]
 
 
 def read_rows(folder: Path) -> list[StudyRow]:
-    """Return the rows of all files `rows*.jsonl` in the folder, the last one of a cell that has several."""
+    """Return the rows of all files `rows*.jsonl` in the folder, the last one of a trial that has several."""
     files = sorted(folder.glob(f"{Path(ROWS_FILE).stem}*.jsonl"))
-    rows = {row.cell: row for file in files for row in read_lines(file, StudyRow)}
+    rows = {row.trial: row for file in files for row in read_lines(file, StudyRow)}
     return list(rows.values())
 
 
@@ -167,18 +166,20 @@ def append_row(file: Path, row: msgspec.Struct) -> None:
         os.fsync(stream.fileno())
 
 
-def left_to_do(cells: Iterable[Cell], rows: Iterable[StudyRow], settings: Mapping[Cell, tuple[str, ...]]) -> list[Cell]:
-    """Return the cells without a row; raise `SettingError` for a row that was made with other settings."""
-    done: set[Cell] = set()
+def left_to_do(
+    trials: Iterable[StudyTrial], rows: Iterable[StudyRow], settings: Mapping[StudyTrial, tuple[str, ...]]
+) -> list[StudyTrial]:
+    """Return the trials without a row; raise `SettingError` for a row that was made with other settings."""
+    done: set[StudyTrial] = set()
     for row in rows:
-        if row.cell in settings and row.settings != settings[row.cell]:
-            there, here = (set(one) for one in (row.settings, settings[row.cell]))
+        if row.trial in settings and row.settings != settings[row.trial]:
+            there, here = (set(one) for one in (row.settings, settings[row.trial]))
             problem = (
-                f"{row.cell} was run with {', '.join(sorted(there - here)) or 'less'}, not {', '.join(sorted(here - there))}"
+                f"{row.trial} was run with {', '.join(sorted(there - here)) or 'less'}, not {', '.join(sorted(here - there))}"
             )
-            raise SettingError("FOLDER", row.cell.task, problem, "Name another folder.")
-        done.add(row.cell)
-    return [cell for cell in cells if cell not in done]
+            raise SettingError("FOLDER", row.trial.task, problem, "Name another folder.")
+        done.add(row.trial)
+    return [trial for trial in trials if trial not in done]
 
 
 def _remove_torn_line(stream: IO[bytes]) -> None:
@@ -187,3 +188,23 @@ def _remove_torn_line(stream: IO[bytes]) -> None:
     content = stream.read()
     stream.truncate(content.rfind(b"\n") + 1)
     stream.seek(0, os.SEEK_END)
+
+
+PROBE_FILE = "probe.jsonl"
+
+
+class ProbeRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One method's gradient at one policy: a line of `probe.jsonl`. `lab.study.probe` has the definitions."""
+
+    task: str
+    method: str
+    lag: int
+    seed: int
+    cosine: float | None
+    """Cosine of the expected gradient on stale completions with that on fresh ones; None where the batches are too few."""
+    variance: float | None
+    """Variance of the gradient over the square of its expectation's norm; None where that is not told from 0."""
+    total_variation: float
+    """Between pi and mu, over completions; the same for all methods."""
+    chi_squared: float
+    """Of pi from mu, over completions, as the sample has it: a few weights may decide it."""

@@ -37,7 +37,7 @@ _MAX_DIFFERENCES = 5
 """Number of differences between two sweeps that an error shows."""
 
 
-class Cell(NamedTuple):
+class SweepTrial(NamedTuple):
     """One run of a sweep, with its folder and its settings."""
 
     name: str
@@ -50,41 +50,41 @@ class Cell(NamedTuple):
         return has_ended(self.folder, read_run(self.folder))
 
 
-def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[Cell]:
+def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[SweepTrial]:
     """Return the runs of a plan with their settings checked; raise `SettingError` that names the run with an invalid one."""
-    cells: list[Cell] = []
+    trials: list[SweepTrial] = []
     warnings: dict[str, None] = {}
-    for planned in plan.cells:
+    for planned in plan.trials:
         swept = [f"{setting}={value}" for setting, value in zip(plan.settings, planned.values, strict=True)]
         try:
             config = load(config_file, [*overrides, *swept])
-            config = _as_cell(config, planned.seed, folder / planned.name)
+            config = _as_trial(config, planned.seed, folder / planned.name)
             warnings |= dict.fromkeys(check(config))
         except SettingError as error:
-            raise _of_cell(planned.name, error) from error
-        cells.append(Cell(planned.name, folder / planned.name, config))
+            raise _of_trial(planned.name, error) from error
+        trials.append(SweepTrial(planned.name, folder / planned.name, config))
     for warning in warnings:
         logger.warning(warning)
-    return cells
+    return trials
 
 
-def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], object]) -> None:
+def check_trials(trials: Sequence[SweepTrial], check_one: Callable[[Config], object]) -> None:
     """Apply a check to one seed of each value; a `SettingError` that it raises then names the run.
 
     Other seeds share all that is checked, and each run looks again when it starts.
     """
     # Only the folder's name tells the values: `max_staleness=4/seed=1`.
-    one_of_each = {cell.folder.parent: cell for cell in reversed(cells)}
-    for cell in reversed(one_of_each.values()):
+    one_of_each = {trial.folder.parent: trial for trial in reversed(trials)}
+    for trial in reversed(one_of_each.values()):
         # Files that a run has already written are no error: a sweep continues it.
-        config = decide_resume(replace(cell.config, run=replace(cell.config.run, resume="auto")))
+        config = decide_resume(replace(trial.config, run=replace(trial.config.run, resume="auto")))
         try:
             check_one(config)
         except SettingError as error:
-            raise _of_cell(cell.name, error) from error
+            raise _of_trial(trial.name, error) from error
 
 
-def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
+def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
     """Write the plan and the runs' settings into the sweep's folder.
 
     Waits for: other shards that do the same. Raises `SettingError` when the folder holds another sweep: one with runs that this
@@ -92,14 +92,14 @@ def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
     """
     with alone_in(folder, wait_s=PREPARE_S):
         if (folder / PLAN_FILE).exists():
-            _check_same(read_plan(folder), plan, cells, folder)
-        for cell in cells:
-            _write_config(cell)
+            _check_same(read_plan(folder), plan, trials, folder)
+        for trial in trials:
+            _write_config(trial)
         # Written last: every run that a plan file names has its settings.
         files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
-def _as_cell(config: Config, seed: int, folder: Path) -> Config:
+def _as_trial(config: Config, seed: int, folder: Path) -> Config:
     address = config.hub.address
     if is_loopback(address):
         # A free port for each run: jobs of a cluster may share a machine.
@@ -114,19 +114,19 @@ def _as_cell(config: Config, seed: int, folder: Path) -> Config:
     )
 
 
-def _of_cell(name: str, error: SettingError) -> SettingError:
+def _of_trial(name: str, error: SettingError) -> SettingError:
     return SettingError("run of the sweep", name, str(error).removesuffix("."), "Nothing was started.")
 
 
-def _check_same(old: Plan, new: Plan, cells: Sequence[Cell], folder: Path) -> None:
-    missing = {cell.name for cell in old.cells} - {cell.name for cell in new.cells}
+def _check_same(old: Plan, new: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
+    missing = {trial.name for trial in old.trials} - {trial.name for trial in new.trials}
     differences: dict[str, None] = {}
     if missing:
         differences = dict.fromkeys(_plan_differences(old, new))
-    for cell in cells:
-        file = cell.folder / CONFIG_FILE
-        if cell.name in {planned.name for planned in old.cells} and file.exists():
-            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), cell.config))
+    for trial in trials:
+        file = trial.folder / CONFIG_FILE
+        if trial.name in {planned.name for planned in old.trials} and file.exists():
+            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), trial.config))
             differences |= dict.fromkeys(_config_differences(there, here))
     if differences:
         shown = [*differences][:_MAX_DIFFERENCES]
@@ -163,17 +163,17 @@ def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping
                 yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
 
 
-def _write_config(cell: Cell) -> None:
-    cell.folder.mkdir(parents=True, exist_ok=True)
+def _write_config(trial: SweepTrial) -> None:
+    trial.folder.mkdir(parents=True, exist_ok=True)
     # Replaced whole: the run of another shard may be reading it.
-    partial = cell.folder / f"{CONFIG_FILE}.partial"
-    write_private(partial, resolved_toml(cell.config, with_secrets=True))
-    partial.rename(cell.folder / CONFIG_FILE)
+    partial = trial.folder / f"{CONFIG_FILE}.partial"
+    write_private(partial, resolved_toml(trial.config, with_secrets=True))
+    partial.rename(trial.folder / CONFIG_FILE)
 
 
-def render_job_array(cells: Sequence[Cell], folder: Path, command: Sequence[str]) -> str:
-    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `cells`."""
-    left = [index for index, cell in enumerate(cells) if not cell.has_ended]
+def render_job_array(trials: Sequence[SweepTrial], folder: Path, command: Sequence[str]) -> str:
+    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `trials`."""
+    left = [index for index, trial in enumerate(trials) if not trial.has_ended]
     return f"""\
 #!/bin/bash
 # Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.
@@ -185,7 +185,7 @@ def render_job_array(cells: Sequence[Cell], folder: Path, command: Sequence[str]
 #SBATCH --signal=B:TERM@{NOTICE_S}
 # Add what your cluster needs: --partition, --time, --gres, --cpus-per-task, --mem.
 # exec: signals of Slurm reach the sweep, not a shell that waits for it.
-exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{len(cells)}"
+exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{len(trials)}"
 """
 
 

@@ -1,11 +1,11 @@
-"""Claims about `lab.comparison.run_list`: every run below a folder is listed once, as its rows say it stands."""
+"""Claims about `lab.run_summary`: every run below a folder is listed once, as its rows say it stands."""
 
 from pathlib import Path
 
 from rich.console import Console
 
-from offbeat.lab.comparison.run_list import list_runs, render_runs
-from tests.lab.comparison.test_comparison_page import START, write_run
+from offbeat.lab.run_summary import list_runs, render_runs
+from tests.lab.sweep.test_comparison_page import START, write_run
 
 
 def test_runs_are_listed_with_their_states_the_newest_last(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
-from offbeat.lab.run_settings import RunSettings, read_settings
+from offbeat.lab.run_summary import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, reward_curves
 

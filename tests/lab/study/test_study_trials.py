@@ -1,4 +1,4 @@
-"""Claims about `lab.study.cells`: which runs there are, and that a row is written whole or not at all."""
+"""Claims about `lab.study.trials`: which runs there are, and that a row is written whole or not at all."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS
-from offbeat.lab.study.cells import Cell, Point, StudyRow, append_row, left_to_do, make_cells, methods, read_rows
+from offbeat.lab.study.trials import Point, StudyRow, StudyTrial, append_row, left_to_do, make_trials, methods, read_rows
 
-CELL = Cell("reversal", "gspo", 4, 0.0, 1)
+CELL = StudyTrial("reversal", "gspo", 4, 0.0, 1)
 
 
-def make_row(cell: Cell = CELL, *, final_reward: float = 0.5, settings: tuple[str, ...] = ("a=1",)) -> StudyRow:
+def make_row(trial: StudyTrial = CELL, *, final_reward: float = 0.5, settings: tuple[str, ...] = ("a=1",)) -> StudyRow:
     points = (Point(0, 0.1), Point(5, 0.2, reward=0.15, grad_norm=2.0))
-    return StudyRow(*cell, settings, "finished", 5, final_reward, 1.5, points)
+    return StudyRow(*trial, settings, "finished", 5, final_reward, 1.5, points)
 
 
 def test_every_objective_is_a_method_and_valid() -> None:
@@ -23,11 +23,11 @@ def test_every_objective_is_a_method_and_valid() -> None:
         load(None, settings)
 
 
-def test_cells_of_one_seed_come_before_the_next() -> None:
-    cells = make_cells(["a", "b"], ["gspo", "grpo"], [0, 4], [0.0], 2)
-    assert len(cells) == len(set(cells)) == 16
-    assert [cell.seed for cell in cells] == [0] * 8 + [1] * 8
-    assert cells[:2] == [Cell("a", "gspo", 0, 0.0, 0), Cell("a", "grpo", 0, 0.0, 0)]
+def test_trials_of_one_seed_come_before_the_next() -> None:
+    trials = make_trials(["a", "b"], ["gspo", "grpo"], [0, 4], [0.0], 2)
+    assert len(trials) == len(set(trials)) == 16
+    assert [trial.seed for trial in trials] == [0] * 8 + [1] * 8
+    assert trials[:2] == [StudyTrial("a", "gspo", 0, 0.0, 0), StudyTrial("a", "grpo", 0, 0.0, 0)]
 
 
 def test_rows_are_read_as_they_were_written_from_all_files(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_rows_are_read_as_they_were_written_from_all_files(tmp_path: Path) -> No
     append_row(tmp_path / "rows.jsonl", make_row(CELL._replace(seed=3)))
     assert sorted(row.seed for row in read_rows(tmp_path)) == [1, 2, 3]
     assert make_row() in read_rows(tmp_path)
-    assert make_row().cell == CELL
+    assert make_row().trial == CELL
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, -1])
@@ -57,10 +57,10 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_finished_cells_are_skipped_unless_their_settings_differ() -> None:
-    cells = [CELL, CELL._replace(seed=2)]
-    settings = dict.fromkeys(cells, ("a=1",))
-    assert left_to_do(cells, [make_row()], settings) == cells[1:]
+def test_finished_trials_are_skipped_unless_their_settings_differ() -> None:
+    trials = [CELL, CELL._replace(seed=2)]
+    settings = dict.fromkeys(trials, ("a=1",))
+    assert left_to_do(trials, [make_row()], settings) == trials[1:]
     with pytest.raises(SettingError, match="was run with a=2, not a=1"):
-        left_to_do(cells, [make_row(settings=("a=2",))], settings)
-    assert left_to_do(cells, [make_row(CELL._replace(seed=7), settings=("a=2",))], settings) == cells
+        left_to_do(trials, [make_row(settings=("a=2",))], settings)
+    assert left_to_do(trials, [make_row(CELL._replace(seed=7), settings=("a=2",))], settings) == trials

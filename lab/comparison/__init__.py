@@ -1,1 +1,0 @@
-"""Several runs beside each other: the list of runs, and the page that compares them."""
