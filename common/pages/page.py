@@ -192,7 +192,12 @@ def page_html(page: Page) -> str:
 
 def sections_html(page: Page) -> str:
     """Return what stands below the head of a page, for a page that has its own head and draws the figures itself."""
-    return _templates().get_template("sections.html").render(page=page)
+    return render("sections.html", page=page)
+
+
+def render(template: str, **values: object) -> str:
+    """Return the template with these values; their texts are escaped."""
+    return _templates().get_template(template).render(values)
 
 
 def write_page(path: Path, page: Page) -> Path:
@@ -235,6 +240,7 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     # What these return is markup by its making; everything else is text.
     templates.filters["figure_json"] = lambda plot: Markup(figure_json(plot))

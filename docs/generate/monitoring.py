@@ -127,16 +127,20 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
     parts = [
         written,
         "# Watching a run",
-        "`offbeat train` and `offbeat learner` serve a live page about the run and log its address. It shows the report's "
-        "curves as they grow, the actors, what the next batch waits for, health, and the newest samples. The page is read-only "
-        "and loads nothing from elsewhere. Older points of a long run are downsampled. A resumed run keeps its address.",
+        "`offbeat train` and `offbeat learner` serve a live page about the run and log its address. It shows the "
+        "state of the run every two seconds: the actors, what the next batch waits for, and health. Below is the content of "
+        "`offbeat report`. While the page is open, another process rewrites it every ten seconds, or less often: on average it "
+        "uses at most a tenth of a processor. The page is read-only and loads nothing from elsewhere. A resumed run keeps its "
+        "address.",
         "The page is served at `metrics.bind`, by default on a free port of loopback. Other users of the machine can read it "
         "too, including prompts and completions, because it has no keys. To read it from another machine, use "
         '`ssh -L 8080:127.0.0.1:PORT`, or bind an address on a network that you trust. `metrics.bind=""` turns it off.',
-        "| path | answer |\n| --- | --- |\n| `/` | the page |\n| `/state.json` | everything that the page shows |\n| "
-        "`/metrics` | the learner's numbers below, for Prometheus |\n| `/healthz` | 200 while the learner's hub works, "
-        "otherwise 503; an unreachable actor does not make the learner unhealthy |\n| `/readyz` | 200 once weights were "
-        "published, otherwise 503 |",
+        "| path | answer |\n| --- | --- |\n| `/` | the page |\n| `/state.json` | the state of the run |\n"
+        "| `/report.html` | the newest report, without its head |\n"
+        "| `/metrics` | the learner's numbers below, for Prometheus |\n"
+        "| `/healthz` | 200 while the learner's hub works, otherwise 503; an unreachable actor does not make the learner "
+        "unhealthy |\n"
+        "| `/readyz` | 200 once weights were published, otherwise 503 |",
         "## Actors",
         "The page and `offbeat status` show every actor. With `metrics.actor_bind`, each actor also serves its own numbers to "
         "monitors, from the moment its engine is loaded. For several actors on one machine use port 0; each logs its address.",

@@ -175,7 +175,9 @@ def _metric_plot(title: str, unit: str, caption: str, runs: Sequence[ComparedRun
     def curve_of(run: ComparedRun) -> Curve:
         return _smooth(Curve(*series(run.history.steps, metric)))
 
-    return _plot(title, "optimizer step", unit, f"{caption}; means over {NUM_SMOOTHED_STEPS} steps.", runs, curve_of)
+    plot = _plot(title, "optimizer step", unit, f"{caption}; means over {NUM_SMOOTHED_STEPS} steps.", runs, curve_of)
+    plot.layout["yaxis"]["rangemode"] = "tozero"
+    return plot
 
 
 def _plot(

@@ -57,7 +57,9 @@ def seconds_to_margin(summary: Summary) -> Plot:
         "that never was has no dot."
     )
     title = "Wall-clock to the reference's reward"
-    return _dot_plot(title, caption, "seconds", summary, lambda run: run.to_margin.seconds, "")
+    plot = _dot_plot(title, caption, "seconds", summary, lambda run: run.to_margin.seconds, "")
+    plot.layout["yaxis"]["rangemode"] = "tozero"
+    return plot
 
 
 def throughput(summary: Summary) -> Plot:

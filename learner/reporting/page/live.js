@@ -19,10 +19,13 @@ function tile(label, value) {
   return box;
 }
 
+// As common/formats.py says it.
 function duration(seconds) {
-  const whole = Math.round(seconds);
-  const parts = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
-  return parts.map((part, index) => (index ? String(part).padStart(2, "0") : part)).join(":");
+  const two = (number) => String(number).padStart(2, "0");
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  const minutes = Math.floor(Math.round(seconds) / 60);
+  const hours = Math.floor(minutes / 60);
+  return hours ? `${hours} h ${two(minutes % 60)} min` : `${minutes} min ${two(Math.round(seconds) % 60)} s`;
 }
 
 function showMembers(members, version) {
