@@ -67,3 +67,19 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
         "# A heading, with `code`\n[a](#a-heading-with-code) [b](page.md#other) [c](none.md) [d](https://example.org/x)\n"
     )
     assert broken_links(page) == ["page.md#other", "none.md"]
+
+
+def test_readme_is_short_and_its_tree_names_folders_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") < 200
+    tree = re.search(r"```\n(protocols/.*?)```", text, flags=re.DOTALL)
+    assert tree is not None
+    missing: list[str] = []
+    room = ROOT
+    for line in tree[1].splitlines():
+        if not line.startswith(" "):
+            room = ROOT / line.partition("/")[0]
+        missing += [
+            name for name in re.findall(r"(?<![\w/])([\w_]+)/", line) if not any((p / name).is_dir() for p in (ROOT, room))
+        ]
+    assert missing == []

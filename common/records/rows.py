@@ -105,7 +105,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     num_turns: list[int] | None = None
     """Turns of each episode; absent without an environment."""
     environment_s: list[float] | None = None
-    """Seconds in which each episode's function had the word; absent without an environment."""
+    """Seconds spent in each episode's function; absent without an environment."""
 
 
 class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):
@@ -174,13 +174,13 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     num_running_completions: int
     """Completions in its engine now."""
     seconds: dict[str, float]
-    """Main-loop seconds by what they went to: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
     judge: dict[str, float] = {}
     """Use of the judge by all processes of the actor: `requests` sent, `failed` ones, answers that were `cached`, `tokens`, and
     `seconds` of all requests. Absent in a run without a judge."""
     environment: dict[str, float] = {}
     """Episodes, in a run with an environment: `begun`, `ended`, `cancelled` (a time limit, a lease that is over); `open` now,
-    and `waiting` now for their function; `turns` sampled; `seconds` in which functions had the word; `prompt_tokens` of all
+    and `waiting` now for their function; `turns` sampled; `seconds` spent in functions; `prompt_tokens` of all
     turns, and `cached_tokens` of them that were in the prefix cache; attempts that failed at a time limit (`again_timeout`),
     with their process (`again_lost`) and for a cause that may pass (`again_unavailable`); `worker_restarts`."""
 
@@ -206,7 +206,7 @@ class PullRow(Stamped, frozen=True, kw_only=True, tag="pull"):
     policy_version: int
     """The version that it pulled."""
     pull_s: float
-    """Seconds from the start of the pull until the whole version lay beside the engine."""
+    """Seconds from the start of the pull until the complete version was staged for the engine."""
     sent_bytes: int
     """Bytes that the learner sent for it; with `weights.delta` mostly differences."""
     full_bytes: int

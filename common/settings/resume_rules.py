@@ -24,7 +24,7 @@ def _of(section: str, keys: str) -> tuple[str, ...]:
 
 
 RULES = (
-    Rule("ignored", _of("run", "resume grace_s"), "It only says how the run ends and goes on."),
+    Rule("ignored", _of("run", "resume grace_s"), "It only says how the run ends and continues."),
     Rule("recorded", _of("run", "dir mirror"), "A run's folder may be moved."),
     Rule("refused", _of("run", "seed"), "The order of the prompts follows from it."),
     Rule(
