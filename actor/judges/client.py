@@ -32,6 +32,8 @@ from offbeat.common.setting_text import MASK
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.text import plain
 
+MAX_CACHE_BYTES = 1 << 30
+"""Size of the answers in `judge.cache` above which the oldest are deleted."""
 COUNTS = ("requests", "failed", "cached", "tokens", "seconds")
 """Requests that were sent, unusable answers and missing ones, answers from the cache, tokens, seconds of all requests."""
 NUM_OF_RATE = 2
@@ -183,7 +185,7 @@ class JudgeClient:
         self._headers = headers_of(settings)
         limits = httpx2.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
         self._http = httpx2.AsyncClient(limits=limits, headers=self._headers, timeout=settings.timeout_s)
-        self._cache = AnswerCache(Path(settings.cache).expanduser(), settings.cache_mb << 20) if settings.cache else None
+        self._cache = AnswerCache(Path(settings.cache).expanduser(), MAX_CACHE_BYTES) if settings.cache else None
         per_minute = settings.requests_per_minute
         self._rate = RateLimiter(None if per_minute is None else per_minute / 60.0, numbers.of_rate)
 

@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 8
 def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
-        *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
+        *(_check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
         *(
             _check_leases,
             _check_compile,
@@ -61,19 +61,6 @@ def least_staleness(config: Config) -> int:
     """Return the smallest `staleness.max_staleness` with which the run does not wait forever."""
     batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
     return batch_steps - 1 + _steps_behind(config)
-
-
-def _check_sampling(config: Config) -> None:
-    for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        value = getattr(config.rollout, key)
-        if value != neutral:
-            raise SettingError(
-                f"rollout.{key}",
-                value,
-                "it truncates the sampling distribution, so the behavior log-probs would not be those of the trained policy "
-                "and every importance ratio would be biased",
-                f"Leave it at {neutral}; lower rollout.temperature for less random completions.",
-            )
 
 
 def _check_lengths(config: Config) -> None:

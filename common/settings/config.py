@@ -180,9 +180,8 @@ class JudgeSection(Section, frozen=True):
     """Number of tokens, of requests and answers, after which the run ends, over all actors and restarts. none: no limit."""
     cache: str = ""
     """Folder in which answers are cached, for any number of processes and runs: the same request at temperature 0 is then not
-    sent again. The cache stores answers, not prompts. Empty: no cache."""
-    cache_mb: PositiveInt = 1024
-    """Maximum size of the answers in the cache, in MB; the oldest are deleted first."""
+    sent again. The cache stores answers, not prompts. Above 1 GiB of
+    them the oldest are deleted. Empty: no cache."""
 
 
 class RolloutSection(Section, frozen=True):
@@ -194,13 +193,6 @@ class RolloutSection(Section, frozen=True):
     """Maximum length of a completion, in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The learner divides its logits by the same number."""
-    top_p: float = 1.0
-    """Cannot be changed: every value but 1 is refused. A truncated distribution is not the policy that is trained, so its
-    behavior log-probs would bias every importance ratio."""
-    top_k: int = -1
-    """Cannot be changed: every value but -1 (all tokens) is refused, for the reason given at `rollout.top_p`."""
-    min_p: float = 0.0
-    """Cannot be changed: every value but 0 is refused, for the reason given at `rollout.top_p`."""
     lease_timeout_s: PositiveFloat = 600.0
     """Time an actor has to return the group of a lease, in seconds. After that the lease expires and the prompt is
     re-queued."""
@@ -294,10 +286,6 @@ class WeightsSection(Section, frozen=True):
     """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
     pull_port: Port = 0
     """Port of the weight server on the learner's host. 0: any free port."""
-    max_pulls: PositiveInt = 2
-    """Maximum number of actors that pull at the same time."""
-    chunk_mb: PositiveInt = 8
-    """Size of one pulled chunk, in MB."""
     delta: bool = False
     """Send the difference between two versions, compressed and lossless, to an actor that has the older one, for
     `weights.backend = "pull"`. It suits slow links and small learning rates (docs/deployment.md). The learner's machine needs

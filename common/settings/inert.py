@@ -106,12 +106,6 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         'set advantage.baseline="critic"',
     )
     yield _Reader(
-        ("advantage.std_epsilon", "advantage.std_unbiased"),
-        bool(advantage.divide_by_std) and not advantage.function,
-        "advantage.function takes the place of the division" if advantage.function else "advantage.divide_by_std = false",
-        "remove advantage.function" if advantage.function else "set advantage.divide_by_std=true",
-    )
-    yield _Reader(
         ("reward.overlong_penalty",),
         bool(config.reward.overlong_buffer),
         "reward.overlong_buffer = 0 punishes no completion",
@@ -128,7 +122,4 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         kl.loss_coef > 0 or kl.reward_coef > 0,
         "kl.loss_coef = 0 and kl.reward_coef = 0 compute no KL",
         "set one of them",
-    )
-    yield _Reader(
-        ("kl.horizon",), kl.target is not None, "without kl.target the KL's coefficient stays constant", "set kl.target"
     )

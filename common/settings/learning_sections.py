@@ -60,10 +60,6 @@ class AdvantageSection(Section, frozen=True):
     """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
     group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
     `advantage.turns = "to_go"`."""
-    std_epsilon: PositiveFloat = 1e-6
-    """Number added to the standard deviation to avoid division by zero."""
-    std_unbiased: bool = True
-    """Divide by n - 1 instead of n in the group's variance."""
     whiten: bool = False
     """Shift and scale the advantages of all tokens of an optimizer step, over all ranks, to mean 0 and variance 1."""
     clip: PositiveFloat | None = None
@@ -143,8 +139,6 @@ class KlSection(Section, frozen=True):
     """Weight of the KL divergence that is subtracted from the reward of each token. 0: off."""
     target: PositiveFloat | None = None
     """KL divergence per token toward which the coefficient in use is adapted. none: the coefficient stays constant."""
-    horizon: PositiveInt = 10_000
-    """Time scale of that adaptation, in completions: larger is slower."""
     reference: str = ""
     """Model folder or Hugging Face Hub name of the reference policy. Empty: the initial policy."""
 

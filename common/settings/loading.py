@@ -40,6 +40,9 @@ _METHODS: dict[str, tuple[Callable[[str], object], str]] = {
 }
 """Settings that name methods: the function that raises `SettingError` for a mistake in the text, and the accepted values."""
 
+TRUNCATING = ("top_p", "top_k", "min_p")
+"""Sampling parameters that other systems have, and that no setting of `[rollout]` may be."""
+
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Suffixes of data files."""
 
@@ -162,6 +165,8 @@ def full_name(key: str) -> str:
         return key
     found = [setting for setting in every if setting.partition(".")[2] == key]
     if not found:
+        if key in TRUNCATING:
+            raise _refuse_truncating(key)
         if key in _sections():
             cure = f"Name one of its settings, as in {key}.{next(iter(_fields(key)))}. `offbeat explain {key}` describes them."
             raise SettingError("setting", key, "this is a section", cure)
@@ -293,12 +298,24 @@ def _find_field(section_name: str, key: str) -> FieldInfo:
         cure = f"Did you mean {' or '.join(others)}?" if others else _did_you_mean(section_name, sections)
         raise SettingError("section", section_name, "no section has this name", cure)
     fields = _fields(section_name)
+    if section_name == "rollout" and key in TRUNCATING:
+        raise _refuse_truncating(key)
     if key not in fields:
         elsewhere = [f"{name}.{key}" for name in sections if key in _fields(name)]
         found = _did_you_mean(key, fields, f"{section_name}.", others=_settings_with(key))
         cure = f"Did you mean {elsewhere[0]}?" if elsewhere else found
         raise SettingError("setting", f"{section_name}.{key}", "no setting has this name", cure)
     return fields[key]
+
+
+def _refuse_truncating(key: str) -> SettingError:
+    """Return the error for a sampling parameter that would bias training."""
+    problem = (
+        "it truncates the sampling distribution, so the behavior log-probs would not be those of the trained policy and every "
+        "importance ratio would be biased"
+    )
+    cure = "Leave it out; lower rollout.temperature for less random completions."
+    return SettingError("setting", f"rollout.{key}", problem, cure)
 
 
 def _settings_with(word: str) -> list[str]:

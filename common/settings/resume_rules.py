@@ -88,12 +88,12 @@ RULES = (
     Rule("refused", _of("judge", "model options"), "Kept groups have the other judge's rewards."),
     Rule(
         "recorded",
-        _of("judge", "url key_env max_concurrent requests_per_minute timeout_s max_retries budget_tokens cache cache_mb"),
+        _of("judge", "url key_env max_concurrent requests_per_minute timeout_s max_retries budget_tokens cache"),
         "It says how the judge is reached, not who it is.",
     ),
     Rule(
         "refused",
-        _of("rollout", "group_size max_new_tokens temperature top_p top_k min_p"),
+        _of("rollout", "group_size max_new_tokens temperature"),
         "Kept groups, and leases that actors still hold, were sampled with it.",
     ),
     Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It says when a lease is given up."),
@@ -109,7 +109,7 @@ RULES = (
     ),
     Rule(
         "refused",
-        _of("advantage", "function baseline turns divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
+        _of("advantage", "function baseline turns divide_by_std whiten clip gamma gae_lambda"),
         "It is part of the objective, and decides whether the checkpoint has a critic.",
     ),
     Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),
@@ -126,7 +126,7 @@ RULES = (
     ),
     Rule(
         "refused",
-        (*_of("kl", "estimator loss_coef unbiased reward_coef target horizon reference"), "kl.reference: weight files"),
+        (*_of("kl", "estimator loss_coef unbiased reward_coef target reference"), "kl.reference: weight files"),
         "It is part of the objective.",
     ),
     Rule("refused", _of("critic", "loss_coef value_clip"), "It is part of the objective."),
@@ -171,7 +171,7 @@ RULES = (
         "recorded",
         _of(
             "weights",
-            "backend port pull_port max_pulls chunk_mb delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
+            "backend port pull_port delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
         ),
         "It says how weights travel.",
     ),

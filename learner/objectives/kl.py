@@ -10,6 +10,9 @@ from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 KlEstimator = Literal["k1", "k2", "k3"]
 """Schulman's names, http://joschu.net/blog/kl-approx.html."""
 
+KL_HORIZON = 10_000
+"""Time scale on which the KL's coefficient is adapted to `kl.target`, in completions."""
+
 
 def kl_estimate(
     policy_logprobs: Tensor, reference_logprobs: Tensor, completion_mask: Tensor, *, estimator: KlEstimator

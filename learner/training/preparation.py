@@ -46,6 +46,9 @@ _GROUP_BASELINES: dict[Baseline, GroupBaseline] = {
 }
 """The baseline of `group_advantages` for each `advantage.baseline`."""
 
+STD_EPSILON = 1e-6
+"""Number added to the standard deviation of a group's rewards, so that nothing is divided by 0."""
+
 
 class AdvantageRule(NamedTuple):
     """The settings of `[advantage]`, every value decided."""
@@ -54,8 +57,6 @@ class AdvantageRule(NamedTuple):
     turns: Literal["sum", "to_go"]
     """The rewards that a turn is credited with: all of its episode, or those given after it was asked for."""
     divide_by_std: bool
-    std_epsilon: float
-    std_unbiased: bool
     whiten: bool
     clip: float | None
     """Largest absolute advantage; None for no bound."""
@@ -138,8 +139,6 @@ def make_advantage_rule(advantage: AdvantageSection) -> AdvantageRule:
         baseline=advantage.baseline,
         turns=advantage.turns,
         divide_by_std=advantage.divide_by_std,
-        std_epsilon=advantage.std_epsilon,
-        std_unbiased=advantage.std_unbiased,
         whiten=advantage.whiten,
         clip=advantage.clip,
         gamma=advantage.gamma,
@@ -162,8 +161,8 @@ def completion_advantages(
         baseline=_GROUP_BASELINES[rule.baseline],
         lengths=None if lengths is None else torch.from_numpy(lengths),
         divide_by_std=rule.divide_by_std,
-        epsilon=rule.std_epsilon,
-        unbiased=rule.std_unbiased,
+        epsilon=STD_EPSILON,
+        unbiased=True,
     ).numpy()
 
 

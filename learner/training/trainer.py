@@ -29,7 +29,7 @@ from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.diagnostics.loss_metrics import truncated_ess
 from offbeat.learner.diagnostics.step_table import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.objectives.kl import adapt_kl_coefficient
+from offbeat.learner.objectives.kl import KL_HORIZON, adapt_kl_coefficient
 from offbeat.learner.objectives.objective import make_objective
 from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
@@ -262,7 +262,7 @@ class Trainer:
             return
         measured = loss.means["kl/reward" if kl.reward_coef else "kl/reference"]
         coefficient = adapt_kl_coefficient(
-            self._adaptive.kl_coefficient, measured, target=kl.target, num_steps=num_rows, horizon=kl.horizon
+            self._adaptive.kl_coefficient, measured, target=kl.target, num_steps=num_rows, horizon=KL_HORIZON
         )
         self._adaptive = msgspec.structs.replace(self._adaptive, kl_coefficient=coefficient)
 

@@ -9,6 +9,11 @@ from offbeat.common.settings.config import Config
 from offbeat.common.weights.nccl_group import gpu_uuid
 from offbeat.protocols.addresses import host_of
 
+CHUNK_BYTES = 8 << 20
+"""Size of one pulled chunk."""
+MAX_PULLS = 2
+"""Actors that pull at the same time."""
+
 
 class LearnerGpu(NamedTuple):
     """The GPU of the learner's rank 0."""
@@ -56,8 +61,8 @@ def resolve_transport(config: Config, device: torch.device, host: str) -> Transp
         port=weights.port,
         timeout_s=weights.timeout_s,
         bucket_bytes=weights.bucket_mb << 20,
-        chunk_bytes=weights.chunk_mb << 20,
-        max_pulls=weights.max_pulls,
+        chunk_bytes=CHUNK_BYTES,
+        max_pulls=MAX_PULLS,
         delta=weights.delta,
         gpu=gpu,
     )

@@ -224,7 +224,7 @@ def join() -> None:
     print_table(
         f"Training steps a second, {NUM_BYTES >> 20} MB published after each, one actor in the collective; and "
         f"{NUM_JOINERS} newcomers that pull without end: median (min–max)",
-        ("weights.max_pulls", "steps/s, no newcomer", f"steps/s, {NUM_JOINERS} newcomers", "ratio", "pulled, GB/s"),
+        ("pulls at once", "steps/s, no newcomer", f"steps/s, {NUM_JOINERS} newcomers", "ratio", "pulled, GB/s"),
         rows,
     )
 

@@ -94,7 +94,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert "task.train_data" in services.output("changed").splitlines()[-1]
     assert "the 64 prompts are in another order" in services.output("changed").splitlines()[-1]
     assert (tmp_path / "run" / "config.toml").read_text() == before
-    learner = services.start("learner", config, "run.resume=true", "weights.chunk_mb=4")
+    learner = services.start("learner", config, "run.resume=true", "weights.bucket_mb=4")
     services.wait_for(lambda: len(services.rows("run", "step")) > num_before, "a step of the resumed learner")
     # The page is where it was, and has the steps of both processes.
     services.wait_for(lambda: live_state(port)["report"] > 0, "the report on the live page")
@@ -109,7 +109,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     kept = {row["setting"]: row["value"] for row in services.rows("run", "event") if row["event"] == "setting_kept"}
     resumed = [row for row in services.rows("run", "event") if row["event"] == "resumed_with_changes"]
     changes = {row["setting"]: (row["before"], row["after"]) for row in resumed}
-    assert changes == {"weights.chunk_mb": ("8", "4")}
+    assert changes == {"weights.bucket_mb": ("8", "4")}
     assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
     assert all("works on 3 groups at once" in services.output(name) for name in "ab")
     assert_audit_finds_nothing(tmp_path)

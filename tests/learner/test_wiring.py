@@ -12,6 +12,7 @@ from msgspec import structs
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import FinalRow, Row
+from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
 from offbeat.learner.hub import publish_address
 from offbeat.learner.inputs import load_inputs
@@ -58,11 +59,11 @@ def test_nccl_is_refused_for_a_learner_on_a_cpu() -> None:
 
 
 def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
-    transport = resolve_transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"), "learner")
+    transport = resolve_transport(config_with(bucket_mb=3, port=9), torch.device("cpu"), "learner")
     assert not transport.delta
     assert resolve_transport(config_with(backend="pull", delta=True), torch.device("cpu"), "learner").delta
-    assert (transport.bucket_bytes, transport.chunk_bytes) == (3 << 20, 5 << 20)
-    assert (transport.max_pulls, transport.port, transport.timeout_s) == (7, 9, 60.0)
+    assert transport.bucket_bytes == 3 << 20
+    assert (transport.port, transport.timeout_s) == (9, 60.0)
     assert (transport.host, transport.listen_on) == ("learner", "0.0.0.0")
 
 
@@ -111,11 +112,13 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
     data = tmp_path / "data.jsonl"
     lines = (json.dumps({"prompt": f"{number}+1=", "task": "low" if number < 20 else "high"}) for number in range(40))
     data.write_text("\n".join(lines))
-    config = structs.replace(
-        config_with(run_dir=str(tmp_path / "run")),
-        hub=HubSection(address="tcp://127.0.0.1:5555"),
-        model=ModelSection(path=str(tiny_model), max_length=32),
-        task=TaskSection(train_data=str(data), reward="exact_match", task_field="task", curriculum="wired_levels:weigh"),
+    config = complete(
+        structs.replace(
+            config_with(run_dir=str(tmp_path / "run")),
+            hub=HubSection(address="tcp://127.0.0.1:5555"),
+            model=ModelSection(path=str(tiny_model), max_length=32),
+            task=TaskSection(train_data=str(data), reward="exact_match", task_field="task", curriculum="wired_levels:weigh"),
+        )
     )
     rows: list[Row] = []
 

@@ -336,3 +336,9 @@ def test_learning_rate_that_breaks_a_model_is_warned_about() -> None:
     assert any(text.startswith("train.learning_rate = 50: AdamW moves") for text in check(complete(config)))
     config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=1e-3"])
     assert not any("learning_rate" in text for text in check(complete(config)))
+
+
+@pytest.mark.parametrize("name", ["rollout.top_p", "rollout.top_k", "rollout.min_p", "top_p"])
+def test_parameter_that_truncates_the_distribution_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(SettingError, match=r"setting = .*rollout\..*truncates.*lower rollout\.temperature"):
+        load(None, [f"{name}=0.9"])

@@ -15,7 +15,7 @@ from tests.deploy.services import SERVICES_S, Services, free_port, write_config
     [
         ("train.num_step=3", ["train.num_step", "num_steps"]),
         ("train.num_steps=0", ["train.num_steps", "0", "1"]),
-        ("rollout.top_p=0.9", ["rollout.top_p", "0.9"]),
+        ("rollout.top_p=0.9", ["rollout.top_p", "rollout.temperature"]),
         ("loss.anchor=proximal", ["loss.anchor", "proximal", "steps_per_batch"]),
         ("model.path=/nowhere/model", ["model.path", "/nowhere/model"]),
         ("task.train_data=nowhere.jsonl", ["task.train_data", "nowhere.jsonl"]),

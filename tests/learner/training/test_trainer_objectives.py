@@ -10,6 +10,7 @@ import torch
 
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection, LoraSection, RewardSection
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.kl import KL_HORIZON
 from offbeat.learner.objectives.objective import make_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.training.preparation import Preparation
@@ -227,7 +228,7 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         tiny_model,
         learning_rate=1e-2,
         loss={"objective": "gspo_token"},
-        kl=KlSection(reward_coef=0.1, estimator="k1", target=1e-3, horizon=100),
+        kl=KlSection(reward_coef=0.1, estimator="k1", target=1e-3),
         reward=RewardSection(norm_mean="running", norm_std="running"),
     )
     with running(config) as trainer:
@@ -236,7 +237,7 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         second = trainer.train_batch(make_groups(3, seed=1))[0]
         moments = trainer._adaptive.rewards
     assert first["kl/coefficient"] == 0.1
-    change = min(0.2, max(-0.2, first["kl/reward"] / 1e-3 - 1)) * 12 / 100
+    change = min(0.2, max(-0.2, first["kl/reward"] / 1e-3 - 1)) * 12 / KL_HORIZON
     assert second["kl/coefficient"] == pytest.approx(0.1 * (1 + change))
     assert abs(change) > 0
     rewards = [rollout.reward for seed in range(2) for group in make_groups(3, seed=seed) for rollout in group.rollouts]
