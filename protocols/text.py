@@ -5,6 +5,7 @@ user's function) is for people only, so it is kept and its unprintable character
 applies both to every message that arrives.
 """
 
+import json
 import re
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}\Z"
@@ -34,6 +35,11 @@ def plain(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def plain_json(text: str) -> str:
+    """Return the same JSON with everything unprintable in its strings escaped; `text` is without line breaks."""
+    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
 
 
 def plain_tree(value: object) -> object:

@@ -79,13 +79,17 @@ class ChatEpisode:
         """The base URL of the episode's endpoint, which is opened for it."""
         return self._open_url(self)
 
+    def require_open(self, call: str) -> None:
+        """Raise `RuntimeError`, which names the call, after the end of the episode."""
+        if self._has_ended:
+            raise RuntimeError(f"{call} after the end of the episode: its function has returned, or was cancelled")
+
     async def sample(self, continues: int | None, context: list[int], max_new_tokens: int) -> tuple[int, TurnSampled]:
         """Return the number of a new turn, and its tokens; `continues` is the number of a turn, `PROMPT`, or None for nothing.
 
         A call that is cancelled leaves no tokens.
         """
-        if self._has_ended:
-            raise RuntimeError("sample() after the end of the episode: its function has returned, or was cancelled")
+        self.require_open("sample()")
         number, taken = self._num_asked, len(context) + max_new_tokens
         back = 0 if continues is None else number - continues
         self._send(SampleTurn(episode=self.play.episode, back=back, context=context, max_new_tokens=max_new_tokens))
@@ -180,6 +184,7 @@ class Chat:
         Without a chat template the model reads the content as it is. The end of a content of more than `max_tokens` tokens is
         cut, and a mark says so.
         """
+        self._episode.require_open("add()")
         checked = checked_message({"role": message, "content": content} if isinstance(message, str) else message)
         if max_tokens is not None:
             checked = {**checked, "content": self._format.cut(checked["content"], max_tokens)}

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, assert_never
@@ -38,6 +39,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.records.logs import PrintedText
 from offbeat.common.user_code.environment_function import PlayFunction, load_environment, offer_tools
 
 NUM_THREADS = 512
@@ -175,6 +177,7 @@ def run_worker(end: socket.socket) -> NoReturn:
     """Serve the actor at the other end until it closes the pipe. Call it in a child that has no thread."""
     guard_session()
     prepare_environment()
+    sys.stdout, sys.stderr = PrintedText(sys.stdout), PrintedText(sys.stderr)
     asyncio.run(serve(end))
     # Tasks of the user's that ignore their cancellation must not keep the process.
     os._exit(0)

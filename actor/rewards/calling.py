@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from offbeat.actor.rewards.retries import RateLimiter
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import one_line
 from offbeat.common.processes.child import become_child, guard_session
+from offbeat.common.records.logs import PrintedText
 from offbeat.common.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -279,6 +281,7 @@ def _prepare_worker(parent_pid: int) -> None:
     # A scheduler that takes a machine away sends SIGTERM to every process, and a leaving actor still needs this one.
     become_child(parent_pid, ignored=[signal.SIGTERM])
     guard_session()
+    sys.stdout, sys.stderr = PrintedText(sys.stdout), PrintedText(sys.stderr)
 
 
 @functools.cache

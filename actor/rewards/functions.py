@@ -210,7 +210,9 @@ def _part_name(name: object) -> str:
 
 def _number(value: object, what: str) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
-        raise TypeError(f"{what} is {_shown(value)}, not a number")
+        # As tensors have, and arrays of one number.
+        hint = "; return its item()" if hasattr(value, "item") else ""
+        raise TypeError(f"{what} is {_shown(value)}, not a number{hint}")
     number = float(value)
     # Not `>`: a NaN must not pass.
     if not abs(number) <= LARGEST_REWARD:

@@ -169,6 +169,35 @@ def _stderr() -> TextIO:
     return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
 
+class PrintedText(io.TextIOBase):
+    """Text that user code prints, as plain lines that begin with `printed: `, so that none passes for a line of the log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+        """The stream that the log itself writes to, under the name by which rich knows such a stream."""
+        self._line = ""
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The encoding of the stream."""
+        return self.rich_proxied_file.encoding
+
+    def fileno(self) -> int:
+        """Return the stream's descriptor: what programs write there is not changed."""
+        return self.rich_proxied_file.fileno()
+
+    def write(self, text: str) -> int:
+        """Write the lines that end here."""
+        *lines, rest = (self._line + text).split("\n")
+        # Longer than it would be shown.
+        self._line = rest[: MAX_CHARACTERS + 1]
+        for line in lines:
+            self.rich_proxied_file.write(f"printed: {plain(line, MAX_CHARACTERS)}\n")
+        if lines:
+            self.rich_proxied_file.flush()
+        return len(text)
+
+
 def _put(descriptor: int, content: bytes, patience_s: float) -> bytes:
     """Write to a descriptor that does not block; return what it did not take within this time."""
     deadline = time.monotonic() + patience_s

@@ -14,6 +14,7 @@ from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.objective_checks import check_objective, objective_warnings
 from offbeat.protocols.addresses import address_file, is_loopback
 
+_LOW_LEARNING_RATE = 1e-12
 _HIGH_LEARNING_RATE = 0.03
 BYTES_PER_TOKEN = 8
 """Size of a token on the wire: an int32 token id and a float32 log-prob."""
@@ -407,6 +408,11 @@ def _warnings(config: Config) -> list[str]:
         warnings.append(
             'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
             'never reach a batch. Use "gate", and a bound for which they are short.'
+        )
+    if config.train.learning_rate < _LOW_LEARNING_RATE:
+        warnings.append(
+            f"train.learning_rate = {config.train.learning_rate:g}: AdamW moves every weight by about that much in each step, "
+            "which rounding takes away: nothing will change. Language models are trained with 1e-7 to 1e-3."
         )
     if config.train.learning_rate > _HIGH_LEARNING_RATE:
         warnings.append(

@@ -193,9 +193,9 @@ def _check_advantage(config: Config) -> None:
         raise SettingError(
             "rollout.group_size",
             1,
-            "a completion's advantage is its reward minus the mean of its group, which is 0 for a group of one: nothing "
-            "would be learned",
-            "Set it to at least 2.",
+            f"with advantage.baseline = {advantage.baseline!r} a completion's advantage is its reward minus the mean of its "
+            "group, which is 0 for a group of one: nothing would be learned",
+            'Set it to at least 2, or set advantage.baseline="zero" for advantages without a baseline.',
         )
     if advantage.function and advantage.baseline == "critic":
         raise SettingError(

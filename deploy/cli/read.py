@@ -10,6 +10,7 @@ import typer
 from offbeat.common.errors import SettingError
 from offbeat.common.records.logs import configure_logs
 from offbeat.deploy.cli.arguments import RunFolder, say_page
+from offbeat.protocols.text import plain_json
 
 
 def report_command(run: RunFolder) -> None:
@@ -33,7 +34,7 @@ def runs_command(
     folders = folders or [Path("runs")]
     runs = list_runs(folders, time.time())
     if as_json:
-        typer.echo(msgspec.json.encode(runs))
+        typer.echo(plain_json(msgspec.json.encode(runs).decode()))
     elif runs:
         stdout_console().print(render_runs(runs))
     else:
@@ -81,13 +82,13 @@ def samples_command(
     if evaluation:
         samples = read_evaluation_samples(run, request)
         if as_json:
-            typer.echo(msgspec.json.encode(samples).decode())
+            typer.echo(plain_json(msgspec.json.encode(samples).decode()))
         else:
             print_evaluation_samples(stdout_console(), samples, full=full)
         return
     found = read_samples(run, request)
     if as_json:
-        typer.echo(msgspec.json.encode(found).decode())
+        typer.echo(plain_json(msgspec.json.encode(found).decode()))
     else:
         print_samples(stdout_console(), found, full=full)
 

@@ -13,7 +13,7 @@ from offbeat.actor.joining import RunToJoin, joined
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
-from offbeat.common.records.logs import configure_logs, doing
+from offbeat.common.records.logs import PrintedText, configure_logs, doing
 from offbeat.common.records.run_folder import decide_resume, holds_work, locked, naming_disk_errors
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
@@ -116,6 +116,8 @@ def actor_command(
             prepare_environment()
             from offbeat.actor.service import run_actor
 
+        # Rewards that are not plain functions run in this process.
+        sys.stdout = PrintedText(sys.stdout)
         run_actor(config, stop)
 
 

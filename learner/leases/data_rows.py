@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -15,6 +16,7 @@ from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.functions import is_function, load_function, located
 from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,13 +104,13 @@ def _own_row(fields: object, place: str, path: str, setting: str) -> DataRow:
     if not isinstance(fields, Mapping):
         raise SettingError(setting, path, f"{place} is a {type(fields).__name__}", "Return or yield rows, each a dict.")
     try:
-        json = msgspec.json.encode(dict(fields))
+        encoded = msgspec.json.encode(dict(fields))
     # No text stands for other values here, as it does for datasets: it might hold an address, another in each process.
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         problem = f"{place} cannot be written as JSON ({one_line(error)})"
         raise SettingError(setting, path, problem, "Give text, numbers, lists and dicts.") from error
     # Decoded again: the reward's `row` is the same as for a line of a file, whatever the function does with its dict.
-    return DataRow(place, msgspec.json.decode(json), json.decode())
+    return DataRow(place, msgspec.json.decode(encoded), encoded.decode())
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:
@@ -139,8 +141,22 @@ def _decode(text: bytes, kind: Any, place: str, path: Path, setting: str, cure: 
     except UnicodeDecodeError as error:
         raise SettingError(setting, str(path), f"{place} is not UTF-8 ({error.reason})", "Save the file as UTF-8.") from error
     except msgspec.DecodeError as error:
+        if _HALF_CHARACTER.search(text) and _has_half_character(text):
+            problem = f"{place} has half of a character, a \\ud800 to \\udfff without its other half, which is no text"
+            raise SettingError(setting, str(path), problem, "Write both halves, or remove it.") from error
         kind_name = "a JSON array of objects" if kind == list[dict[str, Any]] else "a JSON object"
         raise SettingError(setting, str(path), f"{place} is not {kind_name} ({error})", cure) from error
+
+
+def _has_half_character(text: bytes) -> bool:
+    """Return whether JSON is right but for escapes of lone surrogates, which Python writes and no UTF-8 can hold."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def _read(path: Path, setting: str) -> bytes:

@@ -76,3 +76,11 @@ def test_command_prints_samples_of_evaluations_as_text_and_json(tmp_path: Path) 
     assert "evaluation at version 10" in result.output and "newest" in result.output
     result = CliRunner().invoke(make_app(), ["samples", str(run), "--evaluation", "--step", "0", "--json"])
     assert msgspec.json.decode(result.output, type=list[EvalSampleRow]) == [sample(0, 0, 0.5)]
+
+
+def test_json_on_a_terminal_commands_nothing_and_is_the_same_json(tmp_path: Path) -> None:
+    text = "a\x9b2J\u202eb\U000e0001 ä 漢"
+    run = run_with(tmp_path, sample(0, 0, 0.5, text))
+    output = CliRunner().invoke(make_app(), ["samples", str(run), "--evaluation", "--json"]).output
+    assert output.rstrip("\n").isprintable() and "ä 漢" in output
+    assert msgspec.json.decode(output, type=list[EvalSampleRow]) == [sample(0, 0, 0.5, text)]

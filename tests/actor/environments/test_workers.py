@@ -31,6 +31,7 @@ FUNCTIONS = """
 import asyncio, os, subprocess, threading, time
 
 all_here = threading.Barrier(100)
+kept = []
 
 async def play(chat, row):
     kind = row["kind"]
@@ -51,6 +52,11 @@ async def play(chat, row):
         return 1.0
     if kind == "mistake":
         return row["answer"]
+    if kind == "keep":
+        kept.append(chat)
+        return 0.0
+    if kind == "late":
+        kept[0].add("tool", "4")
     if kind == "judge":
         raise ConnectionError("no judge")
     if kind == "exit":
@@ -251,6 +257,15 @@ def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: st
     assert (failed.is_transient, failed.detail.startswith(detail)) == (is_transient, True)
     play(workers, "2/0/0", "turns")
     assert isinstance(next_news(workers)[0], SampleTurn)
+
+
+def test_message_for_an_episode_that_has_ended_is_refused(workers: Workers) -> None:
+    play(workers, "1/0/0", "keep")
+    assert isinstance(next_news(workers)[0], Ended)
+    play(workers, "2/0/0", "late")
+    (failed,) = next_news(workers)
+    assert isinstance(failed, Failed)
+    assert failed.detail.startswith("RuntimeError: add() after the end of the episode")
 
 
 def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> None:

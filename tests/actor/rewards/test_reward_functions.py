@@ -120,6 +120,7 @@ def test_parts_are_summed_with_their_weights() -> None:
     ("value", "weights", "words"),
     [
         ("1", {}, "the reward is '1', not a number"),
+        (np.array([0.25]), {}, "the reward is array([0.25]), not a number; return its item()"),
         (float("inf"), {}, "the reward is inf, not within 1e+06 of 0"),
         ({"right": None}, {}, "part 'right' of the reward is None, not a number"),
         ({"right": float("nan")}, {}, "part 'right' of the reward is nan"),

@@ -218,3 +218,23 @@ def read_all(descriptor: int) -> str:
         while part := os.read(descriptor, 1 << 16):
             parts.append(part)
     return b"".join(parts).decode()
+
+
+def test_printed_text_cannot_pass_for_a_line_of_the_log():
+    forged = "2026-01-01T00:00:00.000Z INFO learner step 999/100"
+    code = f"""
+import logging, sys
+from offbeat.common.records.logs import PrintedText
+configure_logs("actor-0")
+sys.stdout, sys.stderr = PrintedText(sys.stdout), PrintedText(sys.stderr)
+print("a\\n{forged}\\x1b[2J")
+print("half ", end="", flush=True)
+print("a line")
+print("{forged}", file=sys.stderr)
+logging.getLogger("offbeat.actor").info("own line")
+"""
+    result = run(code)
+    assert result.stdout.splitlines() == ["printed: a", f"printed: {forged}\\x1b[2J", "printed: half a line"]
+    printed, own = result.stderr.splitlines()
+    assert printed == f"printed: {forged}"
+    assert re.fullmatch(r"\S+Z INFO actor-0 own line", own)

@@ -217,7 +217,9 @@ class Refusal:
 
 TO_GO = "advantage.turns=to_go"
 REFUSALS = [
-    Refusal(["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned"]),
+    Refusal(["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned", 'advantage.baseline="zero"']),
+    # `none` is the default: the group's mean.
+    Refusal(["rollout.group_size=1", "advantage.baseline=none"], ["with advantage.baseline = 'group'"]),
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
     Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
     Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),

@@ -91,6 +91,8 @@ def test_byte_order_mark_is_no_part_of_the_data(suffix: str, tmp_path: Path) -> 
         ('{"prompt": "é"}'.encode("latin-1"), r"rows\.jsonl:1 is not UTF-8 .* Save the file as UTF-8"),
         ('{"prompt": "a"}'.encode("utf-16"), r"the file is UTF-16.* Save it as UTF-8"),
         (b'{"prompt": "a"}\n{"prompt": ', r"rows\.jsonl:2 is not a JSON object"),
+        (rb'{"prompt": "\ud800"}', r"rows\.jsonl:1 has half of a character.* Write both halves"),
+        (rb'{"prompt": "\ud83d\ude00 \ud800", ', r"rows\.jsonl:1 is not a JSON object"),
     ],
 )
 def test_file_in_another_encoding_or_broken_is_refused_with_its_place(content: bytes, problem: str, tmp_path: Path) -> None:
