@@ -72,7 +72,7 @@ def joined(run: RunToJoin, overrides: Sequence[str]) -> Iterator[Config]:
 
 
 def _check(run: RunToJoin) -> None:
-    """Raise `SettingError` unless the learner will prove who it is, or nobody but this machine can pose as it."""
+    """Raise `SettingError` unless the learner will prove who it is, or only this machine can impersonate it."""
     if bool(run.key) != bool(run.learner_key):
         missing = "--learner-key" if run.key else "--key"
         raise SettingError(missing, "", "--key and --learner-key go together", "Give both: `offbeat keygen` makes them.")

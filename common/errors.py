@@ -30,7 +30,7 @@ class SettingError(Exception):
 
 
 class SeveralSettingsError(SettingError):
-    """Several mistakes of the user, told at once; the text has a line for each."""
+    """Several mistakes of the user, reported together; the text has a line for each."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         Exception.__init__(self, "\n".join(texts))

@@ -299,7 +299,7 @@ def _summary_table(calibration: Calibration) -> FittedTable:
 
 
 def _band_table(calibration: Calibration) -> FittedTable:
-    table = _table("Clipped by noise alone: either half of the groups predicts the other; ± at 95%")
+    table = _table("Clipped by noise alone: each half of the groups predicts the other; ± at 95%")
     for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
         table.add_column(name, justify="left" if name == "band" else "right")
     for check in calibration.checks:

@@ -83,7 +83,7 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rewards of an actor that cannot be had for now: it keeps the completions and tries again."""
+    """Rewards of an actor that are temporarily unavailable: it keeps the completions and tries again."""
 
     waiting_s: Seconds
     """Seconds since the first failure of the group that waits longest."""

@@ -22,7 +22,7 @@ async def judge(prompt: Prompt, *, pattern: str | None = None, options: Mapping[
             answer without a match is asked for again.
         options: Fields of the request that replace those of `judge.options`.
 
-    Raises `RewardUnavailable` when the judge cannot be had for now, and `JudgeError` when it refuses the request.
+    Raises `RewardUnavailable` when the judge is temporarily unavailable, and `JudgeError` when it refuses the request.
     """
     from offbeat.actor.judges.client import client_of_this_loop
 

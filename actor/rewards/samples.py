@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RewardUnavailable(Exception):  # noqa: N818, a state and no mistake of the program
-    """Raise it in a reward function when the reward cannot be had for now: the completion is kept, and rewarded later."""
+    """Raise it in a reward function when the reward is temporarily unavailable: the completion is kept, and rewarded later."""
 
 
 class Sample(NamedTuple):

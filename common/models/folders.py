@@ -46,7 +46,7 @@ def resolve_model(path: str) -> Path:
 
 
 def find_config(path: str) -> bytes | None:
-    """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None where it cannot be had."""
+    """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None if it is unavailable."""
     if Path(path).is_dir():
         return _read(Path(path) / "config.json") or None
     # Takes 0.3 s to import, and is only needed for hub names.

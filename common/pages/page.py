@@ -74,13 +74,13 @@ class Tally(NamedTuple):
 
 
 class Caption(NamedTuple):
-    """How to read what stands above."""
+    """Explanation of how to read the blocks above."""
 
     text: str
 
 
 class Missing(NamedTuple):
-    """What is said in place of a block that has no content, one line a text."""
+    """Texts that replace a block without content, one line each."""
 
     lines: Sequence[str]
 

@@ -8,7 +8,7 @@ TURNED_WITHIN_S = 30.0
 
 
 def health(loop: str, silence_s: float) -> Response:
-    """Answer 200 while a service's loop turns. Peers that cannot be reached are no illness of a service."""
+    """Answer 200 while a service's loop turns. Unreachable peers do not make a service unhealthy."""
     is_well = silence_s <= TURNED_WITHIN_S
     return Response(f"{loop} turned {silence_s:.1f} s ago\n".encode(), status=200 if is_well else 503)
 

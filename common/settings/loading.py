@@ -80,7 +80,7 @@ def load_text(text: str, overrides: Sequence[str] = ()) -> Config:
 def _load(data: dict[str, Any], overrides: Sequence[str]) -> Config:
     _replace_aliases(data)
     converted: list[Config] = []
-    # Values are converted even where an override has failed: all mistakes are told at once.
+    # Values are converted even where an override has failed: all mistakes are reported together.
     collect_errors(
         [*(partial(_apply_override, data, override) for override in overrides), lambda: converted.append(_convert(data))]
     )

@@ -228,7 +228,7 @@ def _check_advantage(config: Config) -> None:
 
 
 def _check_turns(config: Config) -> None:
-    """Raise `SettingError` for what cannot be had beside advantages of turns."""
+    """Raise `SettingError` for settings that contradict advantages of turns."""
     advantage, reward = config.advantage, config.reward
     others_units = "subtracts the rewards of earlier turns from the episode's, which would be in other units"
     clashes = (

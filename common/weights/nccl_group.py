@@ -5,7 +5,7 @@ communicator only when the call has returned); `abort` may hang too; a kernel th
 synchronization of the device, such as freeing memory, and with it training or sampling; and NCCL reads its settings once a
 process, so that a transport that hangs could not be turned off for the next try. In a process of its own all of that is ended
 by SIGKILL at the deadline. The price is a CUDA context (about 0.5 GB of the GPU, beside NCCL's own buffers), seconds at each
-change of the members, and a GPU that is shared by time slices during a transfer.
+change of the members, and a GPU that two processes time-share during a transfer.
 
 Weights lie in memory that the process maps: it reads them there at the learner, and writes them there at an actor. It answers
 one request after the other until it is killed:

@@ -53,7 +53,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def check_actor_port(config: Config) -> Iterator[Finding]:
-    """Find an address for an actor's numbers that cannot be had."""
+    """Find an address for an actor's metrics that cannot be bound."""
     bind = config.metrics.actor_bind
     host, _, port = bind.rpartition(":")
     if host and (problem := _bind_problem(host, int(port))):

@@ -1,4 +1,4 @@
-"""The preflight: all checks of a command (`join`: an actor with --join), their warnings logged, their mistakes told at once.
+"""The preflight: all checks of a command (`join`: an actor with --join), whose mistakes are reported together.
 
 | | `check` | `train` | `learner` | `actor` | `join` |
 |---|---|---|---|---|---|

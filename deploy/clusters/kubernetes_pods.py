@@ -124,7 +124,7 @@ def _container(name: str, image: str, command: list[str], mounts: Sequence[Docum
 
 
 def _watched() -> Document:
-    """Return the port and the probes of a service that answers monitors; unreachable peers are no illness of it."""
+    """Return the port and the probes of a service that answers monitors; unreachable peers do not make it unhealthy."""
 
     def probe(path: str, failures: int) -> Document:
         get = {"path": path, "port": PAGE_PORT}

@@ -87,7 +87,7 @@ class GroupBuffer:
     def fail(self, lease_id: int, reason: str) -> None:
         """End a training lease that brought nothing usable, or raise `LogFullError` and change nothing.
 
-        Its prompt is leased again, up to `rollout.max_lease_attempts` in all.
+        Its prompt is re-queued, up to `rollout.max_lease_attempts` in all.
         """
         prompt_id = self._journal.ledger.find(lease_id).prompt_id
         is_final = self._failures.is_last_attempt(prompt_id)
@@ -98,7 +98,7 @@ class GroupBuffer:
             report(self._record, EventRow(event="prompt_dropped", detail=detail))
 
     def drop(self, group: Group, reason: str, *, is_final: bool = False) -> None:
-        """Take a group out of the buffer untrained; its prompt is leased again unless the drop is final."""
+        """Take a group out of the buffer untrained; its prompt is re-queued unless the drop is final."""
         dropped = Dropped(at=self._journal.now(), lease_id=group.lease_id, reason=reason, is_final=is_final)
         self._journal.commit_late(dropped)
         self._record_end(group, "dropped", reason, self._versions.current, self._journal.now())

@@ -119,7 +119,7 @@ class LeaseDesk:
         """All members with room for a lease, and perhaps others. With many actors, a look at each of them at every tick would
         take longer than everything else."""
         self._waiting_for_rewards: set[int] = set()
-        """Leases that got more time because their rewards cannot be had."""
+        """Leases that got more time because their rewards are unavailable."""
         self._timeout_s = rollout.lease_timeout_s
         self._group_size = rollout.group_size
         self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
@@ -196,7 +196,7 @@ class LeaseDesk:
         self._waiting_for_rewards.discard(lease_id)
 
     def give_back(self, member: Member, lease_id: int, reason: str) -> None:
-        """End a lease whose group will not come from this member; its prompt is leased again."""
+        """End a lease whose group will not come from this member; its prompt is re-queued."""
         if self._evaluations.holds(lease_id):
             self.release(member, lease_id)
             self._evaluations.fail(lease_id, reason)
@@ -211,7 +211,7 @@ class LeaseDesk:
             self.give_back(member, lease_id, reason)
 
     def wait_for_rewards(self, member: Member, extra_s: float) -> None:
-        """Give a member's leases whose rewards cannot be had `extra_s` more to be answered, each once."""
+        """Give a member's leases whose rewards are unavailable `extra_s` more to be answered, each once."""
         waiting = () if member.reward_trouble is None else member.reward_trouble.lease_ids
         for lease_id in member.lease_ids.intersection(waiting) - self._waiting_for_rewards:
             self._waiting_for_rewards.add(lease_id)
@@ -316,7 +316,7 @@ class LeaseDesk:
         self._end(Expired(at=self._journal.now(), lease_id=lease_id, reason=reason), "lease_expired", reason)
 
     def _end(self, ended: Expired | Dropped, event: str, detail: str) -> None:
-        """End a training lease without a group; its prompt is leased again."""
+        """End a training lease without a group; its prompt is re-queued."""
         lease = self._journal.ledger.find(ended.lease_id)
         self._journal.commit_late(ended)
         after_s = ended.at - lease.granted_at

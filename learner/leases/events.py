@@ -63,11 +63,11 @@ class Dropped(Event, frozen=True):
     lease_id: int
     reason: str
     is_final: bool
-    """False: its prompt is leased again."""
+    """False: its prompt is re-queued."""
 
 
 class Expired(Event, frozen=True):
-    """A lease was taken back from an actor that was late, lost or left; its prompt is leased again."""
+    """A lease was taken back from an actor that was late, lost or left; its prompt is re-queued."""
 
     lease_id: int
     reason: str

@@ -7,7 +7,7 @@
     ended        counted as trained, dropped or expired; the lease id is never used again
 
 `leased = trained + dropped + expired + in_flight` holds after every event; `in_flight` counts the leases that are generating
-or ready. The prompt of an expired lease, and of a dropped one unless the drop is final, is leased again under a new id. The
+or ready. The prompt of an expired lease, and of a dropped one unless the drop is final, is re-queued under a new lease id. The
 ledger makes no decisions and has no clock: it applies events, live or read from the rollout log at a restart, and refuses an
 event that cannot follow the events before it.
 """
@@ -40,7 +40,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropped: dict[str, int] = {}
     """Dropped leases by reason."""
     expired: int = 0
-    """Taken back from an actor that was late, lost or left; the prompt was leased again."""
+    """Taken back from an actor that was late, lost or left; the prompt was re-queued."""
     in_flight: int = 0
 
     @property

@@ -7,7 +7,7 @@ again, and are trained again, in the same order, without being generated again.
 
 Behind a gap in the log, events are applied as far as they can be:
 
-- A lease whose grant was lost is unknown: its other events are skipped, and its prompt is leased again.
+- A lease whose grant was lost is unknown: its other events are skipped, and its prompt is re-queued.
 - A lease whose prompt was granted again ended in the gap.
 - A group that was lost is generated again: its lease counts as being generated until its actor turns out not to have it.
 - A turn that the shares known before the gap leave out is left out; the lease of one that other shares, lost in the gap, had

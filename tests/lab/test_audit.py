@@ -88,7 +88,7 @@ def flaws(*events: LeaseEvent, lost: Lost = NOTHING_LOST) -> list[str]:
 
 GOOD: list[LeaseEvent] = [
     *(started(), granted(0), granted(1), granted(2), accepted(1), accepted(0), trained(0, 0, 1)),
-    # Lease 2 is lost with its actor, and its prompt is leased again before a new one.
+    # Lease 2 is lost with its actor, and its prompt is re-queued before a new one.
     *(expired(2), granted(10, turn=2, actor="b"), granted(11, turn=3), accepted(10, "b"), accepted(11), trained(1, 10, 11)),
     # The learner dies; its newest checkpoint is of version 1, and the second batch is trained again.
     *(started(1), trained(1, 10, 11)),

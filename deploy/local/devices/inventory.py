@@ -1,6 +1,6 @@
 """The GPUs that this machine lends to a run: those of the driver, or those that `CUDA_VISIBLE_DEVICES` left of them.
 
-They are read through NVML, which needs no CUDA context: the launcher must not take memory of a GPU that it deals out.
+They are read through NVML, which needs no CUDA context: the launcher must not take memory of a GPU that it assigns.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class ModelSizes(NamedTuple):
 
 
 def model_sizes(path: str) -> ModelSizes | None:
-    """Return the sizes of the model that `model.path` names; None where its config cannot be had or has other fields."""
+    """Return the sizes of the model that `model.path` names; None if its config is unavailable or has other fields."""
     content = find_config(path)
     if content is None:
         return None

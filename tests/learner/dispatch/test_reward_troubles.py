@@ -1,4 +1,4 @@
-"""Leases wait, within bounds, for rewards that cannot be had, and the operator is told of it."""
+"""Leases wait, within bounds, for unavailable rewards, and the operator is told so."""
 
 import logging
 
