@@ -323,9 +323,6 @@ SLIVER_LINES = 80
 SLIVERS = {
     "common/settings/docstrings.py": "the generated pages of docs/ use it, too",
     "deploy/local/quickstart/lookup.py": "one task among its kind",
-    "learner/reporting/trackers/mlflow_tracker.py": "imports MLflow, an extra",
-    "learner/reporting/trackers/trackio_tracker.py": "imports trackio, an extra",
-    "learner/reporting/trackers/wandb_tracker.py": "imports W&B, an extra",
 }
 """Files of at most `SLIVER_LINES` with one importer, and why each is no part of it."""
 

@@ -67,7 +67,7 @@ class Bullets(NamedTuple):
     lines: Sequence[str]
 
 
-class Tally(NamedTuple):
+class NamedNumbers(NamedTuple):
     """Numbers behind their names, side by side."""
 
     numbers: Mapping[str, int]
@@ -138,7 +138,7 @@ class Grid(NamedTuple):
     cards: Sequence["Plot | Card"]
 
 
-Block = Plot | Table | Sentence | Bullets | Tally | Caption | Missing | Sum | Tiles | Folded | Card | Grid
+Block = Plot | Table | Sentence | Bullets | NamedNumbers | Caption | Missing | Sum | Tiles | Folded | Card | Grid
 """What a section is made of; the template has a macro of the name of each class."""
 
 

@@ -20,13 +20,13 @@ from offbeat.common.pages.page import (
     KeyFigure,
     Mark,
     Missing,
+    NamedNumbers,
     Page,
     PageHead,
     PageSection,
     Sentence,
     Sum,
     Table,
-    Tally,
     Term,
     Tiles,
     sections_html,
@@ -447,7 +447,7 @@ def _events(history: RunHistory) -> PageSection:
         for event in shown
     ]
     listing = Table(("After", "Event", "Actor", "Detail"), rows, 4)
-    return PageSection("Events", lead, [Card([Tally(dict(counts.most_common())), listing, *note])])
+    return PageSection("Events", lead, [Card([NamedNumbers(dict(counts.most_common())), listing, *note])])
 
 
 def _settings(config: RunSettings) -> PageSection:

@@ -9,17 +9,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from offbeat.common.processes.child import join_parent
 from offbeat.common.records.rows import FinalRow, OtherRow, decode_row
 from offbeat.common.setting_text import without_logins
-from offbeat.learner.reporting.trackers.mlflow_tracker import MlflowTracker
-from offbeat.learner.reporting.trackers.tracker import Kind, Opening, OpenTracker, Tracker
-from offbeat.learner.reporting.trackers.trackio_tracker import TrackioTracker
-from offbeat.learner.reporting.trackers.wandb_tracker import WandbTracker
+from offbeat.learner.reporting.trackers.libraries import OPEN
+from offbeat.learner.reporting.trackers.tracker import Opening, OpenTracker, Tracker
 from offbeat.protocols.text import plain
 
 RETRY_S = 60.0
@@ -28,8 +26,6 @@ SLOW_S = 30.0
 """Seconds after which a call of a tracker that has not returned is reported."""
 MAX_DETAIL = 500
 """Characters of an error that are reported."""
-
-OPEN: Mapping[Kind, OpenTracker] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
 
 
 class TrackerHealth(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.common.records.rows import EventRow
-from offbeat.learner.reporting.trackers.mlflow_tracker import MlflowTracker, accepted_name
+from offbeat.learner.reporting.trackers.libraries import MlflowTracker, accepted_name
 from offbeat.learner.reporting.trackers.tracker import Opening
 from tests.learner.reporting.trackers.test_tracker_worker import step
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from offbeat.common.records.rows import SampleRow
+from offbeat.learner.reporting.trackers.libraries import WandbTracker
 from offbeat.learner.reporting.trackers.tracker import Opening
-from offbeat.learner.reporting.trackers.wandb_tracker import WandbTracker
 from tests.learner.reporting.trackers.test_tracker_worker import step
 
 SAMPLE = SampleRow(
