@@ -44,6 +44,58 @@ class ActorIdentity(NamedTuple):
         return f"{self.name}/{self.incarnation:x}".encode()
 
 
+class HeartbeatRepeater:
+    """A thread that sends a heartbeat again and again while the actor's loop is busy with one long piece of work."""
+
+    def __init__(self, send: Callable[[ActorMessage], bool], interval_s: float, clock: Callable[[], float]) -> None:
+        self._send = send
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Held while a heartbeat is sent: the loop and this thread take turns at the connection."""
+        self._heartbeat: ActorHeartbeat | None = None
+        """None while the loop is not busy."""
+        self._ends_at = 0.0
+        self._what = ""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def repeating(self, heartbeat: ActorHeartbeat | None, limit_s: float, what: str) -> Iterator[None]:
+        """Repeat this heartbeat while the caller does `what`, at most for `limit_s`; None repeats nothing."""
+        if heartbeat is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._heartbeat, self._ends_at, self._what = heartbeat, self._clock() + limit_s, what
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._heartbeat = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            with self._lock:
+                if self._heartbeat is None:
+                    continue
+                if self._clock() < self._ends_at:
+                    self._send(self._heartbeat)
+                    continue
+                self._heartbeat = None
+                logger.error(
+                    "%s has not ended in time: this actor hangs. It sends no more heartbeats, so the learner gives its work to "
+                    "others. End the process, and look for the cause at its engine and its machine",
+                    self._what,
+                )
+
+
 class LearnerContact:
     """The actor's side of the handshake. Everything between actor and hub goes through it."""
 
@@ -74,6 +126,9 @@ class LearnerContact:
         self._hello_at = float("-inf")
         self._heartbeat_at = float("-inf")
         self._log_waiting_at = now + FIRST_LOG_WAITING_S
+        self._heartbeat: ActorHeartbeat | None = None
+        """The last one sent."""
+        self._repeater = HeartbeatRepeater(link.send, config.hub.heartbeat_s, clock)
 
     @property
     def is_welcome(self) -> bool:
@@ -170,28 +225,24 @@ class LearnerContact:
     def send_heartbeat(self, heartbeat: ActorHeartbeat) -> None:
         """Send a heartbeat; the next one is due `hub.heartbeat_s` later."""
         self._heartbeat_at = self._clock()
+        self._heartbeat = heartbeat
         self._link.send(heartbeat)
 
     @contextlib.contextmanager
-    def repeating(self, heartbeat: ActorHeartbeat) -> Iterator[None]:
-        """Repeat a heartbeat from a thread while the caller works on something long, and leaves this object alone.
+    def busy(self, limit_s: float, what: str) -> Iterator[None]:
+        """Repeat the last heartbeat while the caller does `what`, which may take long, and leaves this object alone.
 
-        After `weights.timeout_s` the heartbeats end: an actor that hangs must be found dead.
+        After `limit_s` the heartbeats end, with an error in the log: the learner must find an actor that hangs.
         """
-        is_over = threading.Event()
-        deadline = self._clock() + self._config.weights.timeout_s
-
-        def repeat() -> None:
-            while not is_over.wait(self._config.hub.heartbeat_s) and self._clock() < deadline:
-                self._link.send(heartbeat)
-
-        thread = threading.Thread(target=repeat, name="heartbeats", daemon=True)
-        thread.start()
-        try:
+        began = self._clock()
+        with self._repeater.repeating(self._heartbeat if self._is_welcome else None, limit_s, what):
             yield
-        finally:
-            is_over.set()
-            thread.join()
+        # Nobody has read messages meanwhile, so this was no silence of the learner.
+        self._heard_at += self._clock() - began
+
+    def close(self) -> None:
+        """End the thread that repeats heartbeats."""
+        self._repeater.close()
 
     def _check_patience(self, searching_s: float) -> None:
         limit_s = self._config.actor.connect_timeout_s

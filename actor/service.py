@@ -90,6 +90,8 @@ class LoopSeconds:
 
 IDLE_WAIT_S = 0.05
 """Longest wait for a message when there is nothing to sample."""
+STEP_LIMIT_S = 600.0
+"""Longest step of the engine during which heartbeats go on. The first one may compile, and a processor may be slow."""
 BUSY_WAIT_S = 0.002
 """Longest wait for a message when a transfer or a reward is about to end."""
 
@@ -210,7 +212,7 @@ class ActorService:
         Consumes: leases, weight updates. Waits for: the learner's messages, never longer than `IDLE_WAIT_S` at a time.
         Produces: groups, heartbeats. Raises `RefusedError`, or the error that ended the engine.
         """
-        with contextlib.closing(self._weights):
+        with contextlib.closing(self._weights), contextlib.closing(self._learner):
             while self._end_reason is None:
                 self._keep_in_touch()
                 self._commit_weights()
@@ -248,9 +250,9 @@ class ActorService:
         return heartbeat
 
     def _staying_in_touch(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which heartbeats go on without the loop."""
+        """Return a context in which heartbeats go on during an update of the weights."""
         self.page.be_busy(self._config.weights.timeout_s)
-        return self._learner.repeating(self._heartbeat()) if self._learner.is_welcome else contextlib.nullcontext()
+        return self._learner.busy(self._config.weights.timeout_s, "an update of the weights")
 
     def _commit_weights(self) -> None:
         """Report the end of a weight transfer; after a success, swap the weights in."""
@@ -263,7 +265,8 @@ class ActorService:
                 self._weights.commit(outcome.policy_version)
 
     def _generate(self) -> None:
-        with self._seconds.spent_on("generate"):
+        self.page.be_busy(STEP_LIMIT_S)
+        with self._seconds.spent_on("generate"), self._learner.busy(STEP_LIMIT_S, "a step of the engine"):
             self._leases.step()
 
     def _send_answers(self) -> None:

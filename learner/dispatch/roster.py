@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,6 +61,13 @@ REPEATED_HELLO_S = 0.5
 """Seconds after a welcome in which the same hello again was under way already: an actor that waits says it every second."""
 MAX_BARRED = 1000
 """Replaced and dismissed actor processes that are remembered, to refuse them when they come back."""
+
+
+OFTEN_LOST = 3
+"""Losses of an actor for its silence from which on something is wrong with it, rather than with one moment."""
+OFTEN_LOST_S = 600.0
+MAX_LOST = 1000
+"""Names whose losses are remembered."""
 
 
 class Mismatch(NamedTuple):
@@ -180,6 +188,10 @@ class Roster:
         self._by_peer: dict[bytes, Member] = {}
         self._all_heard_at = -math.inf
         """A time after which every member was heard."""
+        self._looked_at = -math.inf
+        """Time of the last look for silent members."""
+        self._lost_at: dict[str, deque[float]] = {}
+        """Times at which each name was lost for its silence, newest last, the name that was lost last at the end."""
         self._barred: dict[tuple[str, int], str] = {}
         """The reason why a process may not come back, by its name and incarnation, oldest first."""
 
@@ -301,11 +313,24 @@ class Roster:
 
     def silent(self, now: float) -> list[tuple[Member, float]]:
         """Return the members that are taken for dead, each with the seconds since it was heard."""
+        self._looked_at = now
         if now - self._all_heard_at <= self._hub.dead_after_s:
             return []
         self._all_heard_at = min((member.last_heard for member in self), default=now)
         silences = ((member, now - member.last_heard) for member in self)
-        return [(member, silent_s) for member, silent_s in silences if silent_s > self._hub.dead_after_s]
+        silent = [(member, silent_s) for member, silent_s in silences if silent_s > self._hub.dead_after_s]
+        for member, _ in silent:
+            times = self._lost_at.pop(member.name, deque(maxlen=OFTEN_LOST))
+            times.append(now)
+            self._lost_at[member.name] = times
+        while len(self._lost_at) > MAX_LOST:
+            del self._lost_at[next(iter(self._lost_at))]
+        return silent
+
+    def often_lost(self) -> list[str]:
+        """Return the names that were lost for their silence `OFTEN_LOST` times in the last `OFTEN_LOST_S`."""
+        since = self._looked_at - OFTEN_LOST_S
+        return [name for name, times in self._lost_at.items() if len(times) == OFTEN_LOST and times[0] >= since]
 
     def forgive(self, absent_s: float, now: float) -> None:
         """Do not count time in which the learner itself was stopped as silence of the actors."""

@@ -9,7 +9,7 @@ from offbeat.learner.dispatch.lease_desk import EvaluationLeases, LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.quarantine import doubt_of_learner
 from offbeat.learner.dispatch.reports import report
-from offbeat.learner.dispatch.roster import Member, Roster, described
+from offbeat.learner.dispatch.roster import OFTEN_LOST, OFTEN_LOST_S, Member, Roster, described
 from offbeat.learner.dispatch.run_state import LeaseFailures, RunFailedError, Versions
 from offbeat.learner.leases.journal import LeaseJournal
 
@@ -45,6 +45,11 @@ CAUSES: dict[str, Cause] = {
     "no_actor": Cause(
         "No actor is connected.",
         "Start one with `offbeat actor`. `offbeat status` lists actors that were refused.",
+    ),
+    "actors_lost": Cause(
+        f"An actor was lost {OFTEN_LOST} times within {OFTEN_LOST_S / 60:g} minutes because it was silent.",
+        "Its machine or network stops for longer than hub.dead_after_s. Read its log, give it more memory or cores, or raise "
+        "hub.dead_after_s.",
     ),
     "all_quarantined": Cause(
         "The canary log-probs of every actor differ from the learner's.",
@@ -192,6 +197,10 @@ class Watchdog:
         if not members:
             address = self._settings.config.hub.address
             return Late("no_actor", f"no actor is connected: start one with `offbeat actor`, hub.address = {address}")
+        lost = self._roster.often_lost()
+        if lost:
+            often = f"{OFTEN_LOST} times within {OFTEN_LOST_S / 60:g} minutes"
+            return Late("actors_lost", f"lost {often} for silence, and back each time: {_names(lost)}")
         doubt = doubt_of_learner(members)
         if doubt is not None:
             return Late("all_quarantined", doubt)

@@ -62,6 +62,7 @@ class FakeEngine:
         self.num_loads = 0
         self.cache_use = CacheUse(0, 0)
         self.is_held = False
+        self.step_s = 0.0
         self.running: list[str] = []
         self.aborted: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -87,6 +88,7 @@ class FakeEngine:
         if self.is_held or not self.running:
             time.sleep(0.001)
             return []
+        time.sleep(self.step_s)
         request_id = self.running.pop()
         assert self.policy_version is not None, "the actor started a lease without weights"
         self.num_generated_tokens += 2

@@ -1,14 +1,16 @@
 """Hello, welcome, heartbeats and silence, against a real hub."""
 
+import contextlib
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from offbeat.actor.contact import LearnerContact, RefusedError
+from offbeat.actor.contact import HeartbeatRepeater, LearnerContact, RefusedError
 from offbeat.common.settings.config import Config, HubSection, RolloutSection, TaskSection
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import Ack, ActorHeartbeat, Credit, GroupDone, Hello, Refused, SayHello
+from offbeat.protocols.messages import Ack, ActorHeartbeat, ActorStats, Credit, GroupDone, Hello, Refused, SayHello
 from tests.actor.actor_harness import CANARY, ENGINE, IDENTITY, LIMIT, PEER, Learner, actor_of
 
 pytestmark = pytest.mark.slow
@@ -158,3 +160,37 @@ def test_actor_finds_a_learner_that_moved_where_the_address_file_says(learner: L
         assert third.wait(Hello).lease_ids == (1,), "it looks again while it says hello"
         moved.hub.close()
         third.hub.close()
+
+
+def test_heartbeats_go_on_during_a_long_step_of_the_engine(learner: Learner) -> None:
+    with actor_of(learner, dead_after_s=0.8) as actor:
+        learner.welcome()
+        actor.engine.step_s = 2.0
+        learner.lease(1)
+        learner.wait_until_held(1)
+        learner.forget()
+        began = time.monotonic()
+        num_heartbeats = 0
+        while time.monotonic() < began + 1.5:
+            num_heartbeats += 1
+            assert learner.wait(ActorHeartbeat).lease_ids == (1,)
+        assert num_heartbeats >= 4
+        assert learner.wait(GroupDone).lease_id == 1
+        # The learner was not silent: nobody listened.
+        assert learner.hears_no(Hello, 0.5)
+
+
+def test_actor_that_hangs_says_so_and_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[ActorHeartbeat] = []
+    repeater = HeartbeatRepeater(lambda message: not sent.append(cast(ActorHeartbeat, message)), 0.02, time.monotonic)
+    heartbeat = ActorHeartbeat(policy_version=0, stats=ActorStats(), lease_ids=(), seen_lease_id=-1)
+    with contextlib.closing(repeater):
+        with repeater.repeating(heartbeat, 0.2, "a step of the engine"):
+            time.sleep(0.6)
+            num_sent = len(sent)
+            time.sleep(0.2)
+            assert 1 <= num_sent == len(sent) <= 11
+        with repeater.repeating(None, 0.2, "a step of the engine"):
+            time.sleep(0.1)
+        assert len(sent) == num_sent, "an actor that is not welcome has nothing to repeat"
+    assert caplog.text.count("a step of the engine has not ended in time: this actor hangs") == 1

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from offbeat.learner.dispatch.roster import OFTEN_LOST, OFTEN_LOST_S
 from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_S
@@ -35,6 +36,13 @@ def full_disk(desk: Desk) -> list[Actor]:
 def nobody(desk: Desk) -> list[Actor]:
     Actor(desk, "a").join(capacity=2).say(Goodbye(reason="x"))
     return []
+
+
+def lost_again_and_again(desk: Desk) -> list[Actor]:
+    for _ in range(OFTEN_LOST):
+        Actor(desk, "a").join(capacity=2)
+        desk.tick(desk.settings.config.hub.dead_after_s + 1.0)
+    return [Actor(desk, "a").join(capacity=2)]
 
 
 def quarantine(desk: Desk) -> list[Actor]:
@@ -93,6 +101,7 @@ def each_with_another_trouble(desk: Desk) -> list[Actor]:
     ("trouble", "settings", "name", "said"),
     [
         (full_disk, (), "disk_full", "disk is full"),
+        (lost_again_and_again, (), "actors_lost", f"lost {OFTEN_LOST} times within 10 minutes for silence"),
         (nobody, (), "no_actor", "start one with `offbeat actor`"),
         (quarantine, (), "all_quarantined", "a: wrong"),
         (failing_rewards, (), "rewards_failing", "reward_error: judge is down"),
@@ -213,3 +222,19 @@ def test_time_in_which_the_learner_was_stopped_is_not_waited() -> None:
     assert desk.batch() is None
     wait(desk, TICK_S)
     assert desk.batch() is None
+
+
+def test_losses_of_long_ago_are_no_reason_any_more() -> None:
+    desk = Desk()
+    actor, *_ = lost_again_and_again(desk)
+    assert desk.watchdog.cause().name == "actors_lost"
+    desk.tick(OFTEN_LOST_S, actor)
+    assert desk.watchdog.cause().name == "generating"
+
+
+def test_actor_that_leaves_is_not_lost() -> None:
+    desk = Desk()
+    for _ in range(OFTEN_LOST):
+        Actor(desk, "a").join(capacity=2).say(Goodbye(reason="x"))
+        desk.tick(desk.settings.config.hub.dead_after_s + 1.0)
+    assert desk.watchdog.cause().name == "no_actor"
