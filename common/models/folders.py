@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import xxhash
 
 from offbeat.common.errors import SettingError
 from offbeat.protocols.message_parts import ModelHashes
+
+logger = logging.getLogger(__name__)
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""
@@ -45,7 +48,7 @@ def resolve_model(path: str) -> Path:
         ) from error
 
 
-def find_config(path: str) -> bytes | None:
+def find_config(path: str, *, asks_hub: bool = True) -> bytes | None:
     """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None if it is unavailable."""
     if Path(path).is_dir():
         return _read(Path(path) / "config.json") or None
@@ -56,6 +59,14 @@ def find_config(path: str) -> bytes | None:
     try:
         # The cache first: without a connection the hub is tried for half a minute.
         cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str) and not asks_hub:
+            return None
+        if not isinstance(cached, str):
+            logger.info(
+                "asking the Hugging Face Hub for the config of %s; without a connection that takes half a minute, unless "
+                "HF_HUB_OFFLINE=1 is set",
+                path,
+            )
         return _read(Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None

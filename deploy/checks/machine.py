@@ -122,7 +122,7 @@ def check_folder(config: Config) -> Iterator[Finding]:
     if config.log.enabled and free_mb < config.log.min_free_mb:
         problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
         yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
-    if config.train.checkpoint_interval and (sizes := model_sizes(config.model.path)):
+    if config.train.checkpoint_interval and (sizes := model_sizes(config.model.path, asks_hub=False)):
         yield from _check_checkpoints(config, sizes.num_parameters, free_mb)
 
 

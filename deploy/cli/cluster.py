@@ -28,7 +28,7 @@ from offbeat.protocols.messages import StatusReport, StatusRequest
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files. Existing files are replaced, except keys.")]
-Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with offbeat, your code and data.")]
+Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with offbeat, your code and data. Required.")]
 PodWords = list[str] | None
 WORDS_OF_POD = "RESOURCE=QUANTITY|FILE"
 
@@ -63,7 +63,7 @@ def slurm(
 @app.command()
 def kubernetes(
     out: Out,
-    image: Image,
+    image: Image = "",
     arguments: Arguments = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the run. Each run needs its own.")] = "offbeat",
     learner: Annotated[
@@ -93,7 +93,7 @@ def kubernetes(
         raise SettingError("--scaled-by", scaled_by, "nothing of this kind scales actors", cure)
     path, overrides = _named_file(arguments)
     cluster = Cluster(
-        image=image,
+        image=_named_image(image),
         namespace=namespace,
         learner=_pod_options("--learner", learner, secret),
         actor=_pod_options("--actor", actor, secret),
@@ -107,10 +107,18 @@ def kubernetes(
 
 
 @app.command()
-def compose(out: Out, image: Image, arguments: Arguments = None) -> None:
+def compose(out: Out, image: Image = "", arguments: Arguments = None) -> None:
     """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of [launch]."""
     path, overrides = _named_file(arguments)
-    typer.echo(write_compose(path, overrides, out, image))
+    typer.echo(write_compose(path, overrides, out, _named_image(image)))
+
+
+def _named_image(image: str) -> str:
+    """Return the image that was given; raise `SettingError` where none was."""
+    if not image:
+        cure = "Build one in a clone of offbeat, `docker build -t NAME .`, and give --image NAME (docs/kubernetes.md)."
+        raise SettingError("--image", "", "no container image with offbeat, your code and data is named", cure)
+    return image
 
 
 def _named_file(arguments: list[str] | None) -> tuple[Path, list[str]]:

@@ -4,7 +4,7 @@
 |---|---|
 | `config.yaml` | ConfigMaps: the user's TOML file, the keys that may connect |
 | `keys.yaml` | Secrets: the keys of the learner and those of the actors |
-| `learner.yaml` | Job, its volume claim, Service, PodDisruptionBudget |
+| `learner.yaml` | Job, its volume claim, Service |
 | `actors.yaml` | Deployment |
 | `network.yaml` | NetworkPolicies |
 | `scaling.yaml` | KEDA's ScaledObject, or the rights of `offbeat reconcile` |
@@ -14,6 +14,7 @@ The learner is a Job because runs end: a StatefulSet would start a finished lear
 """
 
 import logging
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ from offbeat.deploy.clusters.kubernetes_pods import (
     ALLOWED_MAP,
     CLAIM,
     CONFIG_MAP,
+    GPU,
     LABELS,
     LEARNER_SECRET,
     RECONCILER,
@@ -51,11 +53,26 @@ from offbeat.deploy.clusters.kubernetes_pods import (
     learner_pod,
 )
 from offbeat.deploy.clusters.services import FLEET
+from offbeat.deploy.local.devices.memory import GIB, engine_need, learner_need, model_sizes
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
 
 logger = logging.getLogger(__name__)
 
 KUSTOMIZATION = "kustomization.yaml"
+_COMMENTS = {
+    "keys.yaml": (
+        "The keys are readable here: keep this file out of version control. Where sealed-secrets or the External Secrets",
+        "Operator make secrets, have them make these, and remove this file from kustomization.yaml.",
+        "operator.key is for `offbeat status` and `offbeat set` in the learner's pod: whoever may exec there may use it.",
+    ),
+    "network.yaml": (
+        "These rules are about incoming connections. Outgoing ones are free, because model hubs, judges and trackers may",
+        "be anywhere. To restrict them, add policyTypes Egress, with rules for DNS (port 53), the run's pods, and those.",
+    ),
+}
+"""Further comments at the head of a file."""
+PROCESS_BYTES = 4 * GIB
+"""Memory of one service's process for its libraries and what it computes on the CPU: an estimate."""
 RESTARTS = 50
 """Number of times that Kubernetes starts a learner that failed again; between two it waits up to five minutes."""
 ABSENT_FOR = "15m"
@@ -92,6 +109,7 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
     in_cluster = load(path, [*settings, f"hub.key={LEARNER}.key"])
     for warning in check(in_cluster):
         logger.warning(warning)
+    cluster = _with_requests(in_cluster, cluster)
     texts = fleet_keys(out / "keys")
     documents = {
         "config.yaml": _config_maps(path, texts),
@@ -105,9 +123,39 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
     comment = "Written by `offbeat deploy kubernetes`. Change it as you like."
     out.mkdir(parents=True, exist_ok=True)
     for name, content in written.items():
-        write_yaml(out / name, comment, content)
+        write_yaml(out / name, "\n".join([comment, *_COMMENTS.get(name, ())]), content)
     write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [_kustomization(list(written), cluster)])
     return _next_steps(in_cluster, out, cluster, [*written, KUSTOMIZATION])
+
+
+def _with_requests(config: Config, cluster: Cluster) -> Cluster:
+    """Return the cluster with estimated requests for processors and memory, where the user has named none."""
+    learner, actor = cluster.learner, cluster.actor
+    requests = {LEARNER: {"cpu": str(config.launch.learner_processes)}, FLEET: {"cpu": "2"}}
+    sizes = model_sizes(config.model.path, asks_hub=False)
+    if sizes is not None:
+        # The double buffer of the weights, and what a GPU would hold where there is none.
+        weights = 2 * sizes.num_parameters * (2 if config.model.dtype == "bfloat16" else 4)
+        on_learner = 0.0 if GPU in learner.resources else learner_need(config, sizes).num_bytes
+        on_actor = 0.0 if GPU in actor.resources else engine_need(config, sizes).num_bytes
+        processes = config.launch.learner_processes
+        requests[LEARNER]["memory"] = _gib_of(processes * (PROCESS_BYTES + on_learner) + weights)
+        requests[FLEET]["memory"] = _gib_of(PROCESS_BYTES + on_actor + weights)
+    elif "memory" not in learner.resources or "memory" not in actor.resources:
+        logger.warning(
+            "the config of %s is not on this machine, so the pods request no memory and are killed first where it is short: "
+            "give --learner memory=... and --actor memory=...",
+            config.model.path,
+        )
+    return cluster._replace(learner=_requesting(learner, requests[LEARNER]), actor=_requesting(actor, requests[FLEET]))
+
+
+def _requesting(options: PodOptions, requests: dict[str, str]) -> PodOptions:
+    return options._replace(requests={name: what for name, what in requests.items() if name not in options.resources})
+
+
+def _gib_of(num_bytes: float) -> str:
+    return f"{math.ceil(num_bytes / GIB)}Gi"
 
 
 def _config_maps(path: Path, texts: dict[str, str]) -> list[Document]:
@@ -138,7 +186,6 @@ def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[
     if cluster.storage_class:
         claim["storageClassName"] = cluster.storage_class
     ports = {"hub": HUB_PORT, "weights": PULL_PORT, "collective": COLLECTIVE_PORT, "page": PAGE_PORT}
-    selector = {"matchLabels": LABELS[LEARNER]}
     return [
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": claim},
         {
@@ -162,12 +209,6 @@ def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[
                 "podReplacementPolicy": "Failed",
                 "template": learner_pod(config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles),
             },
-        },
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": {"name": LEARNER},
-            "spec": {"minAvailable": 1, "selector": selector},
         },
     ]
 
@@ -277,10 +318,22 @@ def _kustomization(names: list[str], cluster: Cluster) -> Document:
     }
 
 
+def _estimates(cluster: Cluster) -> str:
+    """Return a sentence with the requests that were estimated."""
+    estimates = [
+        f"{option} " + ", ".join(f"{name}={what}" for name, what in options.requests.items())
+        for option, options in (("learner:", cluster.learner), ("each actor:", cluster.actor))
+        if options.requests
+    ]
+    if not estimates:
+        return ""
+    return f"\nRequested by estimate ({'; '.join(estimates)}), without limits; --learner and --actor name your own.\n"
+
+
 def _next_steps(config: Config, out: Path, cluster: Cluster, names: Sequence[str]) -> str:
     space, folder = shlex.quote(cluster.namespace), shlex.quote(str(out))
     return f"""\
-made {", ".join(names)} in {out}. To start the run:
+made {", ".join(names)} in {out}.{_estimates(cluster)} To start the run:
   kubectl create namespace {space}
   kubectl apply -k {folder}
 To look at it:

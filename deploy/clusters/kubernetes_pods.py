@@ -47,6 +47,8 @@ class PodOptions(NamedTuple):
     """Fields of the pod's `spec` that are passed through, such as nodeSelector and tolerations."""
     secret: str = ""
     """Name of a Secret whose entries become environment variables. Empty: none."""
+    requests: Mapping[str, str] = {}
+    """Estimated quantities of what `resources` leaves out: requested, without a limit."""
 
 
 def _mount(volume: str, path: str) -> Document:
@@ -112,8 +114,10 @@ def _container(name: str, image: str, command: list[str], mounts: Sequence[Docum
     container: Document = {"name": name, "image": image, "command": command}
     if options.secret:
         container["envFrom"] = [{"secretRef": {"name": options.secret}}]
+    if requests := {**options.requests, **options.resources}:
+        container["resources"] = {"requests": requests}
     if options.resources:
-        container["resources"] = {"requests": dict(options.resources), "limits": dict(options.resources)}
+        container["resources"]["limits"] = dict(options.resources)
     container["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -139,6 +143,7 @@ def _watched() -> Document:
 
 
 def _spec(containers: list[Document], volumes: list[Document], secret: str, grace_s: int, options: PodOptions) -> Document:
+    shm = {"sizeLimit": options.requests["memory"]} if "memory" in options.requests else {}
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -157,8 +162,8 @@ def _spec(containers: list[Document], volumes: list[Document], secret: str, grac
             {"name": "config", "configMap": {"name": CONFIG_MAP}},
             {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o400}},
             {"name": "tmp", "emptyDir": {}},
-            # vLLM's and NCCL's processes share memory; the container's limit counts it.
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            # vLLM's and NCCL's processes share memory; the container's limit counts it. Without a limit this bounds it.
+            {"name": "shm", "emptyDir": {"medium": "Memory", **shm}},
             *volumes,
         ],
     }
@@ -173,6 +178,9 @@ def _with_extra(option: str, spec: Document, options: PodOptions) -> Document:
 
 def _template(name: str, spec: Document) -> Document:
     annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(PAGE_PORT)}
+    if name == LEARNER:
+        # A learner that is moved costs the run minutes. `kubectl drain` still moves it: it pauses, and goes on elsewhere.
+        annotations |= {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
     return {"metadata": {"labels": LABELS[name], "annotations": annotations}, "spec": spec}
 
 

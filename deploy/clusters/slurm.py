@@ -33,6 +33,10 @@ ACTORS_SCRIPT = "actors.sbatch"
 """The batch script of the array, in the folder that `offbeat deploy slurm` wrote."""
 KEYS = "keys"
 JOB_LOGS = "logs"
+_TO_FILL_IN = (
+    *("--partition=NAME", "--account=NAME", "--time=24:00:00", "--cpus-per-task=8", "--mem=64G", "--gpus-per-node=1"),
+)
+"""Options of sbatch that depend on the cluster, written as comments where the user gives none."""
 COMMAND_S = 60.0
 """Longest time that one of Slurm's commands may take, in seconds."""
 LEAVING = "offbeat: leaving"
@@ -70,10 +74,11 @@ def write_scripts(
     places = ScriptPaths(path.absolute(), out.absolute(), Path(config.run.dir).absolute())
     (places.out / JOB_LOGS).mkdir(parents=True, exist_ok=True)
     settings = [*overrides, *_cluster_settings(config, places)]
+    shared = [setting for setting in settings if not setting.startswith("hub.key=")]
     fleet_key = f"hub.key={_fleet_key(config, places)}"
     # Private: settings may hold secrets.
     write_private(places.out / LEARNER_SCRIPT, learner_script(config, places, settings, learner_options))
-    actors = actors_script(config, places, [*settings, fleet_key], actor_options)
+    actors = actors_script(config, places, [*shared, fleet_key], actor_options)
     write_private(places.out / ACTORS_SCRIPT, actors)
     return f"""\
 made {LEARNER_SCRIPT}, {ACTORS_SCRIPT} and the keys. To start the run:
@@ -128,7 +133,15 @@ def _directives(places: ScriptPaths, kind: str, log: str, before_end_s: int, opt
         "--ntasks=1",
     ]
     # The user's come last, and win.
-    return "\n".join(f"#SBATCH {option}" for option in (*own, *options))
+    given = list(options)
+    open_lines = [line for line in _TO_FILL_IN if not any(line.partition("=")[0] in option for option in given)]
+    return "\n".join(
+        [
+            *(f"#SBATCH {option}" for option in (*own, *given)),
+            "# What most clusters want to know; remove one # and correct the value:" if open_lines else "#",
+            *(f"##SBATCH {line}" for line in open_lines),
+        ]
+    )
 
 
 def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:

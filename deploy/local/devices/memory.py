@@ -29,9 +29,9 @@ class ModelSizes(NamedTuple):
     vocab_size: int
 
 
-def model_sizes(path: str) -> ModelSizes | None:
+def model_sizes(path: str, *, asks_hub: bool = True) -> ModelSizes | None:
     """Return the sizes of the model that `model.path` names; None if its config is unavailable or has other fields."""
-    content = find_config(path)
+    content = find_config(path, asks_hub=asks_hub)
     if content is None:
         return None
     try:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 import stat
 import subprocess
@@ -23,6 +24,10 @@ from offbeat.common.settings.hub_keys import keys_of_learner, keys_of_peer
 from offbeat.deploy.cli.arguments import load_config
 from offbeat.deploy.cli.cluster import POOLS
 from offbeat.deploy.cli.main import make_app
+from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
+from offbeat.deploy.clusters.kubernetes_pods import PodOptions
+from offbeat.deploy.local.devices.memory import sizes_of
+from tests.deploy.local.devices.machines import QWEN3_600M
 
 SETTINGS = """\
 # a comment of mine
@@ -121,7 +126,7 @@ def unpack(documents: dict[str, Document], pod: Document, folder: Path) -> None:
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_documents_are_valid_in_three_releases_and_have_no_field_that_these_lack(options: tuple[str, ...]) -> None:
     documents = write(*options)
-    assert len(documents) >= 11
+    assert len(documents) >= 10
     for document in documents.values():
         for release in RELEASES:
             validate(json.dumps(document), release)
@@ -282,12 +287,53 @@ def test_nobody_but_actors_reaches_the_learner_and_only_collectives_reach_actors
     assert monitors["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "prometheus"}}}]
 
 
-def test_policies_services_and_budgets_select_the_pods_they_are_for() -> None:
+def test_node_of_the_learner_can_be_drained_but_is_not_consolidated() -> None:
+    documents = write()
+    assert not [name for name in documents if name.startswith("PodDisruptionBudget")]
+    annotations = documents["Job/learner"]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert "cluster-autoscaler.kubernetes.io/safe-to-evict" not in str(documents["Deployment/actor"])
+
+
+def test_pods_request_what_the_sums_say_and_what_the_user_names_stays(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(QWEN3_600M))
+    toml = SETTINGS.replace("owner/model", str(folder / "model"))
+    learner, actor = pods(write("--learner", "nvidia.com/gpu=1", "--actor", "memory=32Gi", toml=toml))
+    (requested,) = (container["resources"] for container in learner["containers"])
+    # Two copies of the weights in bfloat16, and 4 GiB.
+    weights = 2 * 2 * sizes_of(QWEN3_600M).num_parameters
+    assert requested["requests"] == {"cpu": "1", "memory": f"{4 + math.ceil(weights / 2**30)}Gi", "nvidia.com/gpu": "1"}
+    assert requested["limits"] == {"nvidia.com/gpu": "1"}
+    assert actor["containers"][0]["resources"]["requests"] == {"cpu": "2", "memory": "32Gi"}
+    (shared,) = (volume["emptyDir"] for volume in learner["volumes"] if volume["name"] == "shm")
+    assert shared == {"medium": "Memory", "sizeLimit": requested["requests"]["memory"]}
+
+
+def test_pods_of_a_model_of_unknown_size_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    Path("run.toml").write_text(SETTINGS)
+    write_manifests(Path("run.toml"), [], Path("out"), Cluster("image", "offbeat", PodOptions(), PodOptions()))
+    assert "request no memory" in caplog.text and "--learner memory=" in caplog.text
+
+
+def test_files_say_what_a_cluster_may_want_otherwise() -> None:
+    write()
+    assert "operator.key is for" in Path("out/keys.yaml").read_text() and "sealed-secrets" in Path("out/keys.yaml").read_text()
+    assert "policyTypes Egress" in Path("out/network.yaml").read_text()
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "compose"])
+def test_missing_image_is_told_with_the_way_to_one(kind: str) -> None:
+    Path("run.toml").write_text(SETTINGS)
+    with pytest.raises(SettingError, match=r"--image.*docker build -t NAME"):
+        CliRunner().invoke(make_app(), ["deploy", kind, "run.toml", "--out", "out"], catch_exceptions=False)
+
+
+def test_policies_and_services_select_the_pods_they_are_for() -> None:
     documents = write()
     labels = {name: documents[name]["spec"]["template"]["metadata"]["labels"] for name in ("Job/learner", "Deployment/actor")}
     assert labels["Job/learner"] != labels["Deployment/actor"]
     assert documents["Service/learner"]["spec"]["selector"] == labels["Job/learner"]
-    assert documents["PodDisruptionBudget/learner"]["spec"]["selector"] == {"matchLabels": labels["Job/learner"]}
     assert documents["Deployment/actor"]["spec"]["selector"] == {"matchLabels": labels["Deployment/actor"]}
     for name, of in (("learner", "Job/learner"), ("actor", "Deployment/actor")):
         assert documents[f"NetworkPolicy/{name}"]["spec"]["podSelector"] == {"matchLabels": labels[of]}

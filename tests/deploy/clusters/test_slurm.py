@@ -93,6 +93,14 @@ def test_actors_share_a_key_that_fits_their_names_and_no_secret_is_in_a_script(f
         assert fleet.secret not in path.read_bytes() or path.suffix == ".key"
 
 
+def test_scripts_have_lines_to_fill_in_for_what_the_user_has_not_given(folder: Path) -> None:
+    write()
+    text = (Path("job") / ACTORS_SCRIPT).read_text()
+    for option in ("--partition=", "--time=", "--mem=", "--cpus-per-task="):
+        assert f"\n##SBATCH {option}" in text
+    assert text.count("hub.key=") == 1
+
+
 def test_scripts_that_are_written_again_keep_the_keys(folder: Path) -> None:
     write()
     keys = {path: path.read_bytes() for path in Path("job/keys").iterdir()}
