@@ -90,7 +90,7 @@ ALLOWED = {
     "lab/study": {"lab/sweep", "learner/*", "common/*", "common", "protocols"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common/*", "common", "protocols"},
     "deploy": set(),
-    "deploy/clusters": {"deploy/local", "common/*", "common", "protocols"},
+    "deploy/clusters": {"deploy/local", "deploy/local/devices", "common/*", "common", "protocols"},
     "deploy/local/devices": {"common/*", "common"},
     "deploy/local/quickstart": {"learner/*", "common/*", "common"},
     "deploy/local": {
