@@ -21,6 +21,8 @@ class Panel(NamedTuple):
     """Exported numbers, drawn over each other."""
     unit: str
     """Grafana's name of the unit."""
+    is_sum: bool = False
+    """Draw counters by their values, instead of by their rates."""
 
 
 class Alert(NamedTuple):
@@ -52,7 +54,7 @@ PANELS = (
     ),
     Panel("Actors", ("offbeat_actors", "offbeat_actors_wanted"), "none"),
     Panel("Spare lease slots", ("offbeat_actor_spare_ratio",), "percentunit"),
-    Panel("Hours of all actors", ("offbeat_actor_hours",), "none"),
+    Panel("Hours of all actors", ("offbeat_actor_hours_total",), "none", is_sum=True),
     Panel("Tokens per second", ("offbeat_actor_tokens_per_second",), "none"),
     Panel("Leases of actors", ("offbeat_actor_leases",), "none"),
     Panel("Lag of actors' weights", ("offbeat_actor_policy_lag",), "none"),
@@ -192,8 +194,8 @@ def grafana_dashboard() -> str:
         "templating": {
             "list": [
                 source,
-                _instances("run", "Learner", "offbeat_policy_version"),
-                _instances("actor", "Actor", "offbeat_actor_welcomed"),
+                _choice("run", "Run", "label_values(offbeat_build_info, run)"),
+                _choice("actor", "Actor", "label_values(offbeat_actor_welcomed, instance)"),
             ]
         },
         "panels": [_panel(index, variable, panel) for index, (variable, panel) in enumerate(chosen)],
@@ -210,14 +212,14 @@ def alert_rules() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _instances(variable: str, label: str, number: str) -> dict[str, Any]:
-    """Return a variable of the dashboard: the processes that export a number."""
+def _choice(variable: str, label: str, query: str) -> dict[str, Any]:
+    """Return a variable of the dashboard: the values that a query finds."""
     return {
         "name": variable,
         "type": "query",
         "datasource": {"type": "prometheus", "uid": "${source}"},
         "label": label,
-        "query": f"label_values({number}, instance)",
+        "query": query,
         "includeAll": True,
         "multi": True,
         "refresh": 2,
@@ -235,22 +237,28 @@ def _panel(index: int, variable: str, panel: Panel) -> dict[str, Any]:
         "gridPos": {"x": 8 * (index % 3), "y": 8 * (index // 3), "w": 8, "h": 8},
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + number), "expr": _expression(name, variable), "legendFormat": _legend(name, variable)}
+            {
+                "refId": chr(ord("A") + number),
+                "expr": _expression(name, variable, panel),
+                "legendFormat": _legend(name, variable),
+            }
             for number, name in enumerate(panel.names)
         ],
     }
 
 
-def _expression(name: str, variable: str) -> str:
-    """Return the query of a number: a counter by its rate per second."""
-    query = f'{name}{{instance=~"${variable}"}}'
-    return f"rate({query}[$__rate_interval])" if name.endswith("_total") else query
+def _expression(name: str, variable: str, panel: Panel) -> str:
+    """Return the query of a number: a counter by its rate per second, a learner's numbers by the id of its run."""
+    query = name if variable == "run" else f'{name}{{instance=~"${variable}"}}'
+    if name.endswith("_total") and not panel.is_sum:
+        query = f"rate({query}[$__rate_interval])"
+    return query if variable == "actor" else f'{query} * on (job, instance) group_left (run) offbeat_build_info{{run=~"$run"}}'
 
 
 def _legend(name: str, variable: str) -> str:
     label = _BY_NAME[name].label
     told = f"{{{{{label}}}}}" if label else name.removeprefix("offbeat_")
-    return f"{{{{instance}}}} {told}" if variable == "actor" else told
+    return f"{{{{{'instance' if variable == 'actor' else 'run'}}}}} {told}"
 
 
 def _quoted(text: str) -> str:

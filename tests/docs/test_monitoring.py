@@ -11,8 +11,14 @@ from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
 LEARNERS = {one.name for one in OF_LEARNER}
 ACTORS = {one.name for one in OF_ACTOR}
-UNDRAWN = {"offbeat_published_version", "offbeat_uptime_seconds", "offbeat_activity_seconds", "offbeat_leases"}
-UNDRAWN |= {"offbeat_epoch", "offbeat_refused_messages", "offbeat_reward_std", "offbeat_trained_tokens"}
+UNDRAWN = {"offbeat_published_version", "offbeat_uptime_seconds", "offbeat_activity_seconds", "offbeat_leases_total"}
+UNDRAWN |= {
+    "offbeat_epoch",
+    "offbeat_refused_messages_total",
+    "offbeat_build_info",
+    "offbeat_reward_std",
+    "offbeat_trained_tokens",
+}
 UNDRAWN |= {"offbeat_actor_welcomed", "offbeat_actor_judge_seconds_total", "offbeat_actor_episodes_total"}
 UNDRAWN |= {"offbeat_actor_turns_total", "offbeat_actor_environment_seconds_total"}
 
@@ -27,14 +33,15 @@ def test_dashboard_draws_exported_numbers() -> None:
     dashboard = json.loads(grafana_dashboard())
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(PANELS) + len(ACTOR_PANELS)
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    gauge, counter = (
-        r'offbeat_\w+(?<!_total)\{instance=~"\$VARIABLE"\}',
-        r'rate\(offbeat_\w+_total\{instance=~"\$VARIABLE"\}\[\$__rate_interval\]\)',
+    of_actor = (
+        r'offbeat_\w+(?<!_total)\{instance=~"\$actor"\}'
+    of_actor += r'|rate\(offbeat_\w+_total\{instance=~"\$actor"\}\[\$__rate_interval\]\)'
     )
+    # A learner is chosen by its run, which is a label of its build alone.
+    of_run = r' \* on \(job, instance\) group_left \(run\) offbeat_build_info\{run=~"\$run"\}'
     for expression in expressions:
-        (name,) = re.findall(r"offbeat_\w+", expression)
-        variable = "run" if name in LEARNERS else "actor"
-        assert re.fullmatch(f"{gauge}|{counter}".replace("VARIABLE", variable), expression)
+        name = re.findall(r"offbeat_\w+", expression)[0]
+        assert re.fullmatch(rf"offbeat_\w+{of_run}" if name in LEARNERS else of_actor, expression)
 
 
 def test_rules_ask_for_exported_numbers() -> None:

@@ -1,7 +1,10 @@
 """The numbers that a learner exports to Prometheus at /metrics: one table, from which docs and dashboard are made."""
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import NamedTuple
+
+from prometheus_client.core import GaugeMetricFamily
 
 from offbeat.common.records.exported import Exported, Family, Values, family, one
 from offbeat.common.records.rows import StepRow
@@ -63,7 +66,11 @@ FROM_STATUS: tuple[OfStatus, ...] = (
             if member.policy_version >= 0
         },
     ),
-    OfStatus(Exported("offbeat_leases", "Leases of the run by outcome.", "state"), lambda report: report.ledger),
+    OfStatus(
+        Exported("offbeat_leases_total", "Leases of the run that were granted, and of these by outcome.", "state"),
+        # Those in flight are `offbeat_groups_generating` and `offbeat_groups_ready`, which also fall.
+        lambda report: {state: number for state, number in report.ledger.items() if state != "in flight"},
+    ),
     OfStatus(Exported("offbeat_groups_ready", "Groups that wait to be trained on."), lambda report: one(report.num_ready)),
     OfStatus(Exported("offbeat_groups_generating", "Leases that actors work on."), lambda report: one(report.num_generating)),
     OfStatus(
@@ -80,7 +87,7 @@ FROM_STATUS: tuple[OfStatus, ...] = (
         lambda report: one(len(report.problems)),
     ),
     OfStatus(
-        Exported("offbeat_refused_messages", "Messages from actors that were refused."),
+        Exported("offbeat_refused_messages_total", "Messages from actors that were refused."),
         lambda report: one(sum(report.rejected.values())),
     ),
 )
@@ -109,17 +116,24 @@ FROM_STEP: tuple[OfStep, ...] = (
         "time/held_back_s",
     ),
     OfStep(Exported("offbeat_actor_spare_ratio", "Share of the lease slots that held no lease."), "actors/spare"),
-    OfStep(Exported("offbeat_actor_hours", "Time of all actors together, in hours."), "actors/hours"),
+    OfStep(Exported("offbeat_actor_hours_total", "Time of all actors together, in hours."), "actors/hours"),
     OfStep(Exported("offbeat_train_seconds", "Time of the newest step spent training."), "time/train_s"),
     OfStep(Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."), "compute/mfu"),
 )
 
-EXPORTED: tuple[Exported, ...] = (*(number.exported for number in FROM_STATUS), *(number.exported for number in FROM_STEP))
+BUILD = Exported("offbeat_build_info", "1, with the id of the run and the version of the learner's program.", "run, version")
+EXPORTED: tuple[Exported, ...] = (
+    BUILD,
+    *(number.exported for number in FROM_STATUS),
+    *(number.exported for number in FROM_STEP),
+)
 
 
 def families(report: StatusReport, step: StepRow | None) -> list[Family]:
     """Return all numbers that are known; `step` is the newest one."""
-    found = [family(number.exported, number.values(report)) for number in FROM_STATUS]
+    build = GaugeMetricFamily(BUILD.name, BUILD.meaning, labels=BUILD.label.split(", "))
+    build.add_metric([report.run_id, importlib.metadata.version("offbeat")], 1)
+    found: list[Family] = [build, *(family(number.exported, number.values(report)) for number in FROM_STATUS)]
     if step is not None:
         known = ((number, step.number(number.metric)) for number in FROM_STEP)
         found += [family(number.exported, one(value)) for number, value in known if value is not None]

@@ -1,5 +1,6 @@
 """The live page shows the state and the report so far, costs little for it, and answers monitors truthfully."""
 
+import importlib.metadata
 import json
 import re
 import sys
@@ -165,7 +166,7 @@ def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> Non
     members = (member("a"), member('b"\n', "quarantined", version=-1), member("c", version=9))
     row = step(7, **{"reward/mean": 0.5, "lag/max": 3.0, "clip/fraction": float("nan")})
     found = {one.name: one for one in text_string_to_metric_families(exposition(families(report(7, *members), row)).decode())}
-    assert set(found) <= {one.name for one in EXPORTED}
+    assert set(found) <= {one.name.removesuffix("_total") for one in EXPORTED}
     value = {name: [sample.value for sample in family.samples] for name, family in found.items()}
     assert value["offbeat_policy_version"] == [7]
     assert value["offbeat_reward_mean"] == [0.5]
@@ -178,7 +179,12 @@ def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> Non
     lags = {one.labels["actor"]: one.value for one in found["offbeat_actor_policy_lag"].samples}
     assert lags == {"a": 2, "c": 0}
     assert {one.labels["actor"] for one in found["offbeat_actor_leases"].samples} == {"a", 'b"\n', "c"}
-    assert {one.labels["state"]: one.value for one in found["offbeat_leases"].samples}["dropped/stale"] == 1
+    leases = {one.labels["state"]: one.value for one in found["offbeat_leases"].samples}
+    assert leases["dropped/stale"] == 1 and "in flight" not in leases
+    kinds = {name: found[name].type for name in ("offbeat_leases", "offbeat_refused_messages", "offbeat_groups_ready")}
+    assert list(kinds.values()) == ["counter", "counter", "gauge"]
+    (build,) = found["offbeat_build_info"].samples
+    assert build.labels == {"run": report().run_id, "version": importlib.metadata.version("offbeat")}
 
 
 def test_before_the_first_step_there_are_the_numbers_of_the_status() -> None:
