@@ -33,10 +33,8 @@ def test_dashboard_draws_exported_numbers() -> None:
     dashboard = json.loads(grafana_dashboard())
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(PANELS) + len(ACTOR_PANELS)
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    of_actor = (
-        r'offbeat_\w+(?<!_total)\{instance=~"\$actor"\}'
+    of_actor = r'offbeat_\w+(?<!_total)\{instance=~"\$actor"\}'
     of_actor += r'|rate\(offbeat_\w+_total\{instance=~"\$actor"\}\[\$__rate_interval\]\)'
-    )
     # A learner is chosen by its run, which is a label of its build alone.
     of_run = r' \* on \(job, instance\) group_left \(run\) offbeat_build_info\{run=~"\$run"\}'
     for expression in expressions:
