@@ -70,7 +70,7 @@ def health_section(events: Iterable[EventRow], start: float | None) -> PageSecti
         if event.event != "run_started"
     ]
     if not rows:
-        return PageSection("Health", lead, [Card([Sentence("No health rule held at any time.", "good")])])
+        return PageSection("Health", lead, [Card([Sentence("No health rule reported a problem.", "good")])])
     left = troubles(told)
     verdict = f"Not well at the end: {', '.join(left)}." if left else "All of it had cleared by the end."
     listing = Table(("After", "Version", "Rule", "", "Reason"), rows, 5)

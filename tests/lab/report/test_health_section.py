@@ -28,4 +28,4 @@ def test_trouble_that_was_cleared_is_listed_but_not_at_the_end() -> None:
 
 def test_run_without_trouble_says_so() -> None:
     section = health_section([EventRow(time=1.0, event="actor_joined", detail="x", actor="a")], None)
-    assert section.blocks == [Card([Sentence("No health rule held at any time.", "good")])]
+    assert section.blocks == [Card([Sentence("No health rule reported a problem.", "good")])]
