@@ -8,28 +8,33 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
+
+import msgspec
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
-from offbeat.learner.leases.events import LeaseEvent, Tuned
+from offbeat.learner.leases.events import Expired, LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import HEADER_BYTES
+from offbeat.learner.leases.log_records import HEADER_BYTES, Position, SegmentHeader, encode_header, encode_record
+from offbeat.learner.restart.resume import ServiceState
 from offbeat.learner.training import checkpoints
 from tests.chaos.changes import doubt_learner, scale_up_and_down
 from tests.chaos.judge import Judge
 from tests.chaos.network import Network
 from tests.chaos.schedule import Fault, Target
-from tests.chaos.strangers import crowd
+from tests.chaos.strangers import crowd, speak
 from tests.chaos.tools import Struck, Tools
 
 MAX_FILES = 1024
 """Limit on the open files of every service of `offbeat train`: many systems have no higher one by default."""
 NUM_STRANGERS = 1500
 """Silent connections at a time: more than a service may have files."""
+STRANGERS_S = 1.0
+"""Seconds in which a learner ends that strangers have hit."""
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""
 CHECKPOINT_LOOK_S = 0.1
@@ -235,12 +240,16 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _start_second_learner(scene)
         case "resume with changes":
             return _resume_with_changes(scene)
+        case "another run's log":
+            return _resume_with_another_log(scene)
         case "append data":
             return _append_data(scene)
         case "judge down":
             return _take_judge_down(scene, fault)
         case "descriptors gone":
             return _take_descriptors(scene, fault)
+        case "strangers speak":
+            return _let_strangers_speak(scene)
         case "kill environment" | "wedge tool" | "leave daemon" | "tool down":
             struck = Struck(None) if scene.tools is None else _strike_tools(scene.tools, fault, pause)
             return Committed(struck.detail, violations=struck.violations, has_hit=struck.has_hit)
@@ -291,10 +300,18 @@ def corrupt_log(log: Path, damage: str, generator: random.Random) -> Committed:
 
 
 def damage_checkpoint(root: Path, generator: random.Random) -> Committed:
-    """Flip a bit in the newest checkpoint, or delete one of its files. No process may write checkpoints meanwhile."""
+    """Flip a bit in the newest checkpoint, delete one of its files, or make it another run's, or of another version.
+
+    No process may write checkpoints meanwhile.
+    """
     folder = checkpoints.newest(root)
     if folder is None:
         return Committed(None)
+    if generator.random() < 0.25:
+        return _make_foreign(folder)
+    if generator.random() < 0.25:
+        renamed = folder.rename(checkpoints.checkpoint_folder(root, checkpoints.version_of(folder) + 1))
+        return Committed(f"renamed {folder.name} to {renamed.name}")
     file = generator.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
     if generator.random() < 0.25:
         file.unlink()
@@ -303,6 +320,17 @@ def damage_checkpoint(root: Path, generator: random.Random) -> Committed:
     content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
     file.write_bytes(content)
     return Committed(f"flipped a bit in {file.name} of {folder.name}")
+
+
+def _make_foreign(folder: Path) -> Committed:
+    """Write a checkpoint again, as another run would have."""
+    partial = checkpoints.partial_folder(folder)
+    shutil.copytree(folder, partial)
+    checkpoints.manifest(partial).unlink()
+    state = msgspec.msgpack.decode(checkpoints.read_extra(folder), type=ServiceState)
+    checkpoints.write_extra(partial, msgspec.msgpack.encode(msgspec.structs.replace(state, run_id="another")))
+    checkpoints.publish(folder)
+    return Committed(f"made {folder.name} another run's")
 
 
 def _change_settings(scene: Scene, fault: Fault) -> Committed:
@@ -457,14 +485,44 @@ def _resume_with_changes(scene: Scene) -> Committed:
         return Committed(None)
     data = scene.run.parent / "reversed.jsonl"
     data.write_text("".join(reversed(scene.train_data.read_text().splitlines(keepends=True))))
+    with _learner_killed(scene):
+        violations = _try_refused(scene, "task.train_data", "a resume with reversed data", f"task.train_data={data}")
+    return Committed("killed the learner and resumed with reversed data", violations=tuple(violations))
+
+
+def _resume_with_another_log(scene: Scene) -> Committed:
+    """Kill the learner, and try to resume with a log segment of another run before the launcher restarts it."""
+    log = scene.run / LOG
+    with _learner_killed(scene):
+        number = 1 + max((int(path.stem) for path in log.glob("*.log")), default=0)
+        # As the other run's log rolls over: without the event with which a learner begins.
+        header = encode_header(SegmentHeader("another", number, Position(number - 1, HEADER_BYTES)))
+        event = Expired(at=0.0, lease_id=1, reason="lost")
+        foreign = log / f"{number:08d}.log"
+        foreign.write_bytes(header + b"".join(encode_record(HEADER_BYTES, event)))
+        violations = _try_refused(scene, "run.resume", "a resume with another run's log")
+        foreign.unlink()
+    return Committed(f"killed the learner and resumed with {foreign.name} of another run", violations=tuple(violations))
+
+
+@contextlib.contextmanager
+def _learner_killed(scene: Scene) -> Iterator[None]:
+    """Kill the learner, and let the launcher restart it at the end."""
     learner, launcher = scene.victims.find("learner"), scene.victims.find("launcher")
     os.kill(launcher, signal.SIGSTOP)
     try:
         processes.kill(learner)
-        violations = _try_refused(scene, "task.train_data", "a resume with reversed data", f"task.train_data={data}")
+        yield
     finally:
         os.kill(launcher, signal.SIGCONT)
-    return Committed("killed the learner and resumed with reversed data", violations=tuple(violations))
+
+
+def _let_strangers_speak(scene: Scene) -> Committed:
+    learner = scene.victims.find("learner")
+    num_said = speak(scene.network.learner_host, scene.hub_port)
+    scene.victims.pause(STRANGERS_S)
+    violations = ("strangers of other protocols ended the learner",) if processes.has_ended(learner) else ()
+    return Committed(f"{num_said} strangers spoke other protocols to the hub", violations=violations, has_hit=num_said > 0)
 
 
 def _append_data(scene: Scene) -> Committed:

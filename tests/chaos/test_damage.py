@@ -4,14 +4,20 @@ import random
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.leases.events import Expired, Tuned
 from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.restart.resume import ServiceState, set_damaged_aside
 from offbeat.learner.training import checkpoints
+from offbeat.learner.training.trainer_state import CheckpointMeta
 from tests.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, NEAR_RECORDS, corrupt_log, damage_checkpoint
 from tests.chaos.test_chaos import detail_of
+from tests.learner.restart.test_resume import state_with
 
 DAMAGES = (*DAMAGES_AT_THE_END, *DAMAGES_IN_THE_MIDDLE)
 
@@ -59,18 +65,23 @@ def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
     assert corrupt_log(tmp_path, "garbage", random.Random(0)).detail is None
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 def test_damage_to_the_newest_checkpoint_is_one_that_a_restart_finds(tmp_path: Path, seed: int) -> None:
-    assert damage_checkpoint(tmp_path, random.Random(seed)).detail is None
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    assert damage_checkpoint(root, random.Random(seed)).detail is None
     for version in (1, 2):
-        folder = checkpoints.checkpoint_folder(tmp_path, version)
-        checkpoints.partial_folder(folder).mkdir()
-        (checkpoints.partial_folder(folder) / "weights").write_bytes(bytes(300))
+        folder = checkpoints.checkpoint_folder(root, version)
+        partial = checkpoints.partial_folder(folder)
+        partial.mkdir()
+        (partial / "weights").write_bytes(bytes(300))
+        meta = CheckpointMeta(version, world_size=1, zero_stage=0, dtype="float32", lora=LoraSection(), has_critic=False)
+        (partial / "trainer.json").write_bytes(msgspec.json.encode(meta))
+        checkpoints.write_extra(partial, msgspec.msgpack.encode(ServiceState("run", state_with(Position(1, 0)))))
         checkpoints.publish(folder)
-    detail = detail_of(damage_checkpoint(tmp_path, random.Random(seed)))
-    assert detail.endswith("step-00000002")
-    assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 2)) is not None
-    assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 1)) is None
+    assert "step-00000002" in detail_of(damage_checkpoint(root, random.Random(seed)))
+    assert len(set_damaged_aside(tmp_path, "run")) == 1
+    assert checkpoints.newest(root) == checkpoints.checkpoint_folder(root, 1)
 
 
 def test_middle_of_a_long_log_is_damaged_where_a_restart_from_the_newest_checkpoint_reads(tmp_path: Path) -> None:

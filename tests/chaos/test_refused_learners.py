@@ -6,7 +6,9 @@ from typing import cast
 
 import pytest
 
+from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
+from offbeat.learner.restart.resume import require_own_log
 from tests.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
 from tests.chaos.network import Network
 from tests.chaos.schedule import Kind
@@ -63,6 +65,24 @@ def test_resume_with_reversed_rows_is_tried_while_the_launcher_stands_still(scen
     assert processes.has_ended(started.find("learner"))
     stat = Path(f"/proc/{started.find('launcher')}/stat").read_text()
     assert stat.rpartition(")")[2].split()[0] in "SR"
+
+
+def test_resume_with_another_runs_segment_is_tried_and_the_segment_removed(
+    scene: Scene, started: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scene.run / "log").mkdir()
+    (scene.run / "log" / "00000004.log").write_bytes(b"")
+
+    def try_learner(*_: str) -> Attempt:
+        with pytest.raises(SettingError) as raised:
+            require_own_log(scene.run, "run")
+        return Attempt(2, str(raised.value))
+
+    monkeypatch.setattr(started, "try_learner", try_learner)
+    committed = commit(fault("another run's log"), scene)
+    assert committed == Committed("killed the learner and resumed with 00000005.log of another run")
+    assert [path.name for path in (scene.run / "log").iterdir()] == ["00000004.log"]
+    assert processes.has_ended(started.find("learner"))
 
 
 @pytest.mark.parametrize("kind", ["second learner", "resume with changes"])

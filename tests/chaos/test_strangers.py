@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.files import raise_limit
 from offbeat.protocols.channels import Hub, Link
 from tests.chaos import chaos, faults
-from tests.chaos.faults import Attempt, Clock, Scene, commit
+from tests.chaos.faults import Attempt, Clock, Committed, Scene, commit
 from tests.chaos.network import Proxy
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd
+from tests.chaos.test_chaos import Sleepers, fault
 from tests.protocols.sockets import ANY_PORT, LIMIT, introduce, port_of
 
 
@@ -62,6 +64,19 @@ def test_fault_says_how_many_came_and_leaves_none(tmp_path: Path, monkeypatch: p
         committed = commit(Fault("descriptors gone", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1), scene)
     network.close()
     assert committed.detail == "20 silent connections to the hub in 0.2 s"
+
+
+def test_strangers_of_other_protocols_are_said_to_have_spoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "STRANGERS_S", 0.1)
+    sleepers, network = Sleepers(), Proxy()
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        scene = Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path, tmp_path, port_of(hub))
+        committed = commit(fault("strangers speak"), scene)
+        assert committed == Committed("7 strangers spoke other protocols to the hub", has_hit=True)
+        monkeypatch.setattr(sleepers, "pause", lambda _: processes.kill(sleepers.find("learner")))
+        assert commit(fault("strangers speak"), scene).violations == ("strangers of other protocols ended the learner",)
+    sleepers.close()
+    network.close()
 
 
 def test_semaphore_that_no_living_process_has_is_left_over(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Real sockets over loopback: messages arrive, and undeliverable ones do no harm."""
 
-import random
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, SayHello, Stop
 from offbeat.protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
+from tests.chaos.strangers import GREETINGS, MORE_BYTES
 from tests.protocols.sockets import (
     ANY_PORT,
     INTRODUCTION,
@@ -83,24 +83,12 @@ def test_nothing_received_is_none(hub: Hub, link: Link) -> None:
     assert link.receive(0.01) is None
 
 
-@pytest.mark.parametrize(
-    "greeting",
-    [
-        pytest.param(b"\x01\x00\x02\x00x", id="ZMTP 1.0"),
-        pytest.param(b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x05\x00\x00\x00\x02hi", id="ZMTP 2.0"),
-        pytest.param(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\n\r\n" + b"a" * 200, id="web page"),
-        pytest.param(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", id="curl"),
-        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) * 2, id="TLS"),
-        pytest.param(random.Random(7).randbytes(300), id="random bytes"),
-        pytest.param(random.Random(8).randbytes(3000), id="more random bytes"),
-    ],
-)
+@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS)
 def test_stranger_of_another_protocol_does_not_end_the_hub(hub: Hub, link: Link, greeting: bytes) -> None:
     introduce(hub, link)
     with socket.create_connection(("127.0.0.1", port_of(hub))) as stranger:
         stranger.sendall(greeting)
-        # Some greetings announce a long message; these bytes end it.
-        stranger.sendall(bytes(range(256)) * 8)
+        stranger.sendall(MORE_BYTES)
         numbers = []
         for number in range(20):
             assert link.send(Credit(capacity=number))
