@@ -104,13 +104,15 @@ class FakeDispatcher:
         self.is_over = False
         self.num_evaluation_waits = 0
         """Waits until the last evaluation is finished."""
+        self.activities: list[str] = []
+        """The activities that operators saw."""
         self.counted = LedgerCounts(leased=3, trained=3)
         self.signal_at = float("inf")
         """Time at which the run is asked to stop."""
         self.leave = True
 
-    def doing(self, what: str) -> None:
-        self.is_doing = what
+    def doing(self, activity: str) -> None:
+        self.activities.append(activity)
 
     def settings(self) -> Config:
         return self._config
@@ -308,6 +310,16 @@ def test_weights_are_published_before_the_first_wait_and_after_each_step() -> No
         *("train to 1", "finish 1", "snapshot 1", "publish 1", "announce 1"),
         *("train to 2", "finish 2", "snapshot 2", "publish 2", "announce 2 last"),
         "save run/model",
+    ]
+
+
+def test_operators_see_what_the_learner_is_doing() -> None:
+    bench = Bench(num_steps=1)
+    bench.loop.run(bench.stop)
+    assert bench.dispatcher.activities == [
+        "publishing weights 0",
+        *("waiting for rollouts", "training step 1", "publishing weights 1"),
+        *("waiting for the last evaluation", "writing the model"),
     ]
 
 
