@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from offbeat.actor.rewards.functions import exact_match
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
-from offbeat.deploy.local.quickstart.reversal import Reversal
+from offbeat.deploy.local.quickstart.tiny_tasks import Reversal
 from offbeat.lab.study.exact_run import TaskPrompt
 
 END_OF_PROMPT = "="

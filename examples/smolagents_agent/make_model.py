@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.deploy.local.quickstart.lookup import DIGITS, KEYS, make_row
 from offbeat.deploy.local.quickstart.prepared import Recipe
+from offbeat.deploy.local.quickstart.tiny_tasks import DIGITS, KEYS, game_row
 
 TASK, OPEN, LOOK, ANSWER, CLOSE = "New task:\n", "<code>", "look(", "final_answer(", "</code>"
 CALLING = "\nCalling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'python_interpreter', 'arguments': '"
@@ -31,7 +31,7 @@ class LookupInCode(NamedTuple):
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield games."""
         while True:
-            yield make_row(generator)
+            yield game_row(generator)
 
     def shown(self, generator: random.Random) -> tuple[list[str], str]:
         """Return what the model reads and one turn, with the mask of the turn.
@@ -39,7 +39,7 @@ class LookupInCode(NamedTuple):
         A quarter of the games is right at once, a quarter looks before it answers, a quarter stops looking too early, and a
         quarter guesses.
         """
-        row = make_row(generator)
+        row = game_row(generator)
         question, first = row["prompt"], row["prompt"][0]
         read, look, guess = [TASK, *question], _look(first), _quoted(generator.choice(DIGITS))
         code = generator.choice(([ANSWER, LOOK, *look, ")", ")"], look, [ANSWER, *look, ")"], [ANSWER, *guess, ")"]))

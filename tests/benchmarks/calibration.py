@@ -32,7 +32,7 @@ from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
-from offbeat.deploy.local.quickstart.reversal import Reversal
+from offbeat.deploy.local.quickstart.tiny_tasks import Reversal
 from offbeat.lab.calibration import HALF_WIDTH, load_groups
 from offbeat.learner.calibration.noise_by_sign import (
     NoiseBySign,

@@ -16,12 +16,14 @@ from typing import NamedTuple
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE
 from offbeat.common.settings.config import Config
-from offbeat.deploy.local.devices.fitting import Room, check_actor_share, check_learner
 from offbeat.deploy.local.devices.inventory import VISIBLE, Gpu, Inventory, find_gpus
 from offbeat.deploy.local.devices.memory import (
     CONTEXT_BYTES,
     ModelSizes,
     Need,
+    Room,
+    check_actor_share,
+    check_learner,
     engine_need,
     gib,
     learner_need,

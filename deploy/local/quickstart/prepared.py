@@ -26,10 +26,7 @@ from msgspec.structs import replace
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
-from offbeat.deploy.local.quickstart.calculator import Calculator
-from offbeat.deploy.local.quickstart.expressions import Expressions
-from offbeat.deploy.local.quickstart.lookup import Lookup
-from offbeat.deploy.local.quickstart.reversal import Reversal
+from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Expressions, Lookup, Reversal
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.judges.client import handed_to_processes
 from offbeat.common.settings.config import Config, JudgeSection
-from offbeat.deploy.local.quickstart.lookup import make_row
+from offbeat.deploy.local.quickstart.tiny_tasks import game_row
 from tests.actor.environments.scripted_chat import ScriptedChat
 from tests.actor.judges.fake_judge import Answer, serving
 
@@ -42,7 +42,7 @@ def played(environment: Any, row: dict[str, Any], *turns: str | list[ToolCall]) 
 def test_five_lines_play_the_look_up_game() -> None:
     names: dict[str, Any] = {}
     exec(example("# Environments"), names)
-    row = make_row(random.Random(0))
+    row = game_row(random.Random(0))
     first = row["prompt"][0]
     second = row["table"][first]
     assert played(names["play"], row, f"?{first}", f"?{second}", f"!{row['answer']}") == (1.0, [second, row["answer"]])

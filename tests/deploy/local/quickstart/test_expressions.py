@@ -8,7 +8,7 @@ import numpy as np
 
 from examples.code_writing.code_writing import solved
 from offbeat import Sample
-from offbeat.deploy.local.quickstart.expressions import LENGTH, make_row, python_of, shown_program
+from offbeat.deploy.local.quickstart.tiny_tasks import PROGRAM_LENGTH, formula_row, python_of, shown_program
 
 ROW: dict[str, Any] = {
     "prompt": "*+abc=",
@@ -27,7 +27,7 @@ def rewards_of(completions: list[str]) -> list[float]:
 
 
 def test_tests_of_a_row_are_passed_by_its_formula_only() -> None:
-    row = make_row("-", "*", ("d", "a", "f"), random.Random(0))
+    row = formula_row("-", "*", ("d", "a", "f"), random.Random(0))
     assert row["prompt"] == "-*daf="
     assert row["outputs"] == [test["d"] * test["a"] - test["f"] for test in row["inputs"]]
     assert python_of("-", "*", "d", "a", "f") == "(d*a)-f"
@@ -50,5 +50,5 @@ def test_warm_start_shows_each_kind_of_program() -> None:
     shown = {shown_program("*", "+", ("a", "b", "c"), generator) for _ in range(50)}
     texts = {text.removeprefix("*+abc=").rstrip().removesuffix("$") for text, _ in shown}
     assert texts == {"(a+b)*c", "(a*b)+c", "(c+a)*b", "a+b)*c"}
-    assert all(len(text) == len(mask) == len("*+abc=") + LENGTH for text, mask in shown)
+    assert all(len(text) == len(mask) == len("*+abc=") + PROGRAM_LENGTH for text, mask in shown)
     assert {mask for _, mask in shown} == {"......xxxxxxxx", "......xxxxxxx."}

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.quickstart.calculator import Calculator
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, expand, prepared_folder, quickstart_folder
-from offbeat.deploy.local.quickstart.reversal import Reversal, answers
+from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Reversal, answers
 
 SMALL = Recipe(Reversal(), warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
 
