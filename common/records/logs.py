@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import json
 import logging
 import os
 import re
@@ -96,6 +97,9 @@ STILL_S = 10.0
 READER_PATIENCE_S = 1.0
 """Seconds for which a line waits for a reader of stderr that is slow; none once a line was lost."""
 _LEVELS = ("debug", "info", "warning", "error")
+FORMAT_VARIABLE = "OFFBEAT_LOG_FORMAT"
+"""Environment variable: `json` writes each event as one JSON object, on stderr and in the log files; `text` is the default."""
+_FORMATS = ("text", "json")
 
 
 class UnblockedStderr(io.TextIOBase):
@@ -233,10 +237,13 @@ def configure_logs(service: str, *, level: str | None = None) -> None:
     source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
     if level.lower() not in _LEVELS:
         raise SettingError(source, level, "this is not a log level", f"Use one of: {', '.join(_LEVELS)}.")
+    if _format() not in _FORMATS:
+        raise SettingError(FORMAT_VARIABLE, _format(), "this is not a log format", f"Use one of: {', '.join(_FORMATS)}.")
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    handler = _terminal_handler(service) if console().is_interactive else _plain_handler(service)
+    is_shown = console().is_interactive and _format() == "text"
+    handler = _terminal_handler(service) if is_shown else _plain_handler(service)
     root.addHandler(CollapsingHandler(handler))
     root.setLevel(logging.WARNING)
     logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
@@ -254,6 +261,31 @@ class _OneLineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802, the library's name
         return "\n".join(plain(line, MAX_CHARACTERS) for line in super().formatException(ei).splitlines())
+
+
+class _JsonFormatter(logging.Formatter):
+    """Writes each event as one JSON object on one line, for collectors of logs."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        event = {
+            "time": f"{at}.{record.msecs:03.0f}Z",
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage()[:MAX_CHARACTERS],
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+def _format() -> str:
+    return os.environ.get(FORMAT_VARIABLE) or "text"
 
 
 def log_to_file(path: Path, service: str) -> None:
@@ -313,6 +345,8 @@ def _plain_handler(service: str) -> logging.Handler:
 
 
 def _plain_formatter(service: str) -> logging.Formatter:
+    if _format() == "json":
+        return _JsonFormatter(service)
     formatter = _OneLineFormatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)s %(service)s %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",

@@ -1,6 +1,7 @@
 """Claims about `common.records.logs`, each checked in a fresh process: logging is process-wide."""
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -36,6 +37,34 @@ def test_plain_lines_hold_time_level_service_message():
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(f"{time} INFO actor-0 own info \\[1/2\\]\n{time} WARNING actor-0 foreign warning\n", result.stderr)
     assert result.stdout == ""
+
+
+def test_json_lines_hold_the_same_for_collectors(tmp_path: Path):
+    code = f"""
+from pathlib import Path
+from offbeat.common.records.logs import log_to_file
+configure_logs('actor-0')
+log_to_file(Path({str(tmp_path / "actor.log")!r}), 'actor-0')
+{SPEAK}
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("offbeat.x").exception("two\\nlines")
+"""
+    lines = run(code, OFFBEAT_LOG_FORMAT="json").stderr.splitlines()
+    first, foreign, failed = [json.loads(line) for line in lines]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "INFO",
+        "service": "actor-0",
+        "logger": "offbeat.learner.service",
+        "message": "own info [1/2]",
+    }
+    assert foreign["level"] == "WARNING" and failed["message"] == "two\nlines"
+    assert failed["exception"].endswith("ZeroDivisionError: division by zero")
+    assert (tmp_path / "actor.log").read_text().splitlines() == lines
+    refused = run("configure_logs('learner')", OFFBEAT_LOG_FORMAT="xml")
+    assert 'OFFBEAT_LOG_FORMAT = "xml": this is not a log format. Use one of: text, json.' in refused.stderr
 
 
 def test_terminal_gets_one_short_line_per_event():
