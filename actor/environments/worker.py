@@ -122,6 +122,8 @@ class Worker:
         session = self._sessions.get(episode.play.episode)
         if session is not None and self._begin.overrides_sampling:
             episode.metrics["overridden_requests"] = float(session.num_overrides)
+        if session is not None:
+            episode.metrics["repeated_requests"] = float(session.num_repeated)
         reward = reward_of(0.0 if returned is None else returned, {})
         return Ended(
             episode=episode.play.episode,

@@ -163,6 +163,11 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         "### Actor",
         actor_table,
         *_TRACKERS,
+        "## Logs",
+        "Every service writes its log to stderr; `RUN/logs` keeps those of the services that `offbeat train` starts, and the "
+        "learner's. Each event is one line: `time level service message`, times in UTC. With the environment variable "
+        "`OFFBEAT_LOG_FORMAT=json`, each event is a JSON object with `time`, `level`, `service`, `logger`, `message` and "
+        "`exception`, for Loki and the like. `OFFBEAT_LOG_LEVEL` is `debug`, `info` (the default), `warning` or `error`.",
         "## Traces",
         "`offbeat trace RUN` writes `RUN/trace.json` for [Perfetto](https://ui.perfetto.dev): the 20 groups that took "
         "longest, or those of `--step N` or `--lease N`, together with the learner's waits, steps and weight updates. It "

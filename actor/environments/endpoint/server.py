@@ -93,8 +93,9 @@ class Endpoint:
         listener.set_inheritable(False)
         listener.listen()
         self._address = "http://127.0.0.1:{1}".format(*listener.getsockname())
+        application = Starlette(routes=routes, exception_handlers=dict.fromkeys((404, 405), _no_such_path))
         config = uvicorn.Config(
-            Starlette(routes=routes), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            application, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
             limit_concurrency=MAX_CONNECTIONS, proxy_headers=False, server_header=False,
         )  # fmt: skip
         self._serving = asyncio.get_running_loop().create_task(Server(config).serve([listener]))
@@ -173,6 +174,14 @@ def _json(value: dict[str, Any], status: int = 200) -> "Response":
     from starlette.responses import Response
 
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _no_such_path(request: "Request", error: Exception) -> "Response":
+    """Answer as the paths that exist do: clients read errors as JSON."""
+    paths = ", ".join(f"POST /v1/{path}" for dialect in DIALECTS for path in dialect.paths)
+    path = request.url.path.partition("/v1")[2]
+    problem = f"there is no {request.method} /v1{path} here; there are {paths} and GET /v1/models"
+    return _problem(CallRefused(problem, status=404, code="unknown_url"), CHAT_COMPLETIONS)
 
 
 def _problem(refused: CallRefused, dialect: Dialect) -> "Response":

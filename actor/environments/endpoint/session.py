@@ -6,6 +6,7 @@ Consumes: calls. Waits for: the actor's turns. Unblocked by: the end of the epis
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from offbeat.actor.environments.chat import Chat, NoRoom, Reply
 from offbeat.actor.environments.endpoint.calls import Call, CallRefused, ModelAnswer, function_call
 from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, arguments_of
 
+logger = logging.getLogger(__name__)
+
+_has_warned: list[bool] = []
+"""Holds an item once this process has warned of a repeated request."""
 MAX_OPEN_CALLS = 64
 """Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
 
@@ -64,6 +69,8 @@ class AgentSession:
         """True when the last call was refused because no token fitted."""
         self.num_overrides = 0
         """Calls in which fields were ignored (`environment.sampling = "override"`)."""
+        self.num_repeated = 0
+        """Calls that got an answer which had been delivered before."""
 
     async def answer(self, call: Call, digest: bytes, *, is_first_try: bool) -> ModelAnswer:
         """Return the model's turn. Raise `CallRefused`.
@@ -85,6 +92,8 @@ class AgentSession:
             exchange.task = asyncio.get_running_loop().create_task(self._sample(call, exchange))
             # An answer that nobody waits for any more may be a refusal.
             exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif exchange.is_delivered:
+            self._count_repeated()
         assert exchange.task is not None
         exchange.num_waiting += 1
         self.num_open += 1
@@ -97,6 +106,17 @@ class AgentSession:
             raise over()
         exchange.is_delivered = True
         return exchange.task.result()
+
+    def _count_repeated(self) -> None:
+        self.num_repeated += 1
+        if not _has_warned:
+            _has_warned.append(True)
+            logger.warning(
+                "an agent has sent a request again, and got the answer that it had got: without a retry counter it cannot be "
+                "told from a client that lost it. Agents that sample several answers to one request send the header "
+                "`x-stainless-retry-count: 0`, as the SDKs of OpenAI and Anthropic do. Later ones are only counted "
+                "(reward_part/repeated_requests)"
+            )
 
     def end(self) -> None:
         """Refuse the calls that wait: the episode is over."""

@@ -202,7 +202,7 @@ def test_agents_refused_field_fails_the_episode_with_its_cure_and_is_counted_whe
         async with playing(tokenizer, play, "4", overrides_sampling=True) as (actor, _):
             end = await actor.ends.get()
             assert isinstance(end, Ended)
-            assert end.parts == {"overridden_requests": 1.0}
+            assert end.parts == {"overridden_requests": 1.0, "repeated_requests": 0.0}
         async with playing(tokenizer, play, "4", temperature=0.2) as (actor, _):
             assert isinstance(await actor.ends.get(), Ended)
 

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from offbeat.actor.environments.endpoint.session import _has_warned  # pyright: ignore[reportPrivateUsage]
 from tests.actor.environments.endpoint.endpoint_harness import Game, playing, render, until
 
 ASK = [{"role": "user", "content": "a:"}]
@@ -257,6 +258,34 @@ def test_run_that_overrides_ignores_and_counts() -> None:
             await ask(agent, ASK, temperature=0.0, stop=["\n"])
             await ask(agent, said("user:b"))
             assert game.session.num_overrides == 1
+
+    asyncio.run(play())
+
+
+def test_answer_that_is_sent_again_is_counted_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with playing() as game, httpx.AsyncClient() as agent:
+            game.write("A", "B")
+            body = {"model": "policy", "messages": ASK}
+            url = f"{game.url}/chat/completions"
+            answers = [(await agent.post(url, json=body)).json()["id"] for _ in range(3)]
+            assert len(set(answers)) == 1 and game.session.num_repeated == 2
+            other = await agent.post(url, json=body, headers={"x-stainless-retry-count": "0"})
+            assert other.json()["id"] not in answers and game.session.num_repeated == 2
+
+    _has_warned.clear()
+    asyncio.run(play())
+    assert len([text for text in caplog.messages if "x-stainless-retry-count: 0" in text]) == 1
+
+
+def test_unknown_path_is_an_error_object_that_names_the_paths() -> None:
+    async def play() -> None:
+        async with playing() as game, httpx.AsyncClient() as agent:
+            answer = await agent.post(f"{game.url}/completions", json={"prompt": "A"})
+            assert answer.status_code == 404
+            error = answer.json()["error"]
+            assert "there is no POST /v1/completions here" in error["message"]
+            assert "POST /v1/chat/completions" in error["message"] and error["code"] == "unknown_url"
 
     asyncio.run(play())
 
