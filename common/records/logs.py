@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -222,7 +222,7 @@ def _put(descriptor: int, content: bytes, patience_s: float) -> bytes:
 @functools.cache
 def console() -> Console:
     """Return the process's only console, on stderr: text printed through it never tears a live display."""
-    return Console(file=_unblocked_stderr)
+    return Console(file=cast(IO[str], _unblocked_stderr))
 
 
 def configure_logs(service: str, *, level: str | None = None) -> None:
@@ -291,7 +291,8 @@ def _format() -> str:
 def log_to_file(path: Path, service: str) -> None:
     """Write the log to this file too, with every repetition; above `MAX_FILE_BYTES` an older part goes to `PATH.1`.
 
-    The file continues that of an earlier process. Its level is that of `configure_logs`.
+    The file continues that of an earlier process. Its level is that of `configure_logs`. A disk that is full or fails costs
+    lines of the file.
     """
     # Imported here: services alone need it.
     from logging.handlers import RotatingFileHandler
@@ -299,6 +300,9 @@ def log_to_file(path: Path, service: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_plain_formatter(service))
+    show_error = handler.handleError
+    # It would show a traceback for each line. Those of the metrics and the rollout log say that the disk is full.
+    handler.handleError = lambda record: None if isinstance(sys.exception(), OSError) else show_error(record)
     logging.getLogger().addHandler(handler)
 
 

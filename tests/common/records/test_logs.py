@@ -267,3 +267,14 @@ logging.getLogger("offbeat.actor").info("own line")
     printed, own = result.stderr.splitlines()
     assert printed == f"printed: {forged}"
     assert re.fullmatch(r"\S+Z INFO actor-0 own line", own)
+
+
+def test_log_file_on_a_full_disk_costs_its_lines_and_no_tracebacks(tmp_path: Path):
+    (tmp_path / "learner.log").symlink_to("/dev/full")
+    code = "from pathlib import Path\nfrom offbeat.common.records.logs import log_to_file\nconfigure_logs('learner')\n"
+    result = run(code + f"log_to_file(Path({str(tmp_path / 'learner.log')!r}), 'learner')" + SPEAK)
+    assert result.returncode == 0
+    assert [line.partition("Z ")[2] for line in result.stderr.splitlines()] == [
+        "INFO learner own info [1/2]",
+        "WARNING learner foreign warning",
+    ]
