@@ -96,11 +96,10 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert (tmp_path / "run" / "config.toml").read_text() == before
     learner = services.start("learner", config, "run.resume=true", "weights.bucket_mb=4")
     services.wait_for(lambda: len(services.rows("run", "step")) > num_before, "a step of the resumed learner")
-    # The page is where it was, and has the steps of both processes.
+    # The page is where it was, and its report has each step once, also those that were made again.
     services.wait_for(lambda: live_state(port)["report"] > 0, "the report on the live page")
     steps = figure_titled(live_page(port, "report.html").decode(), "Reward by step")["data"][0]["x"]
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) >= num_before
+    assert steps == list(range(1, len(steps) + 1)) != []
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
@@ -192,7 +191,7 @@ def test_ten_actors_that_come_and_go_cost_no_group_and_change_neither_the_sums_n
     # Late actors pulled the weights, and none of them delayed an update.
     assert not [row for row in services.rows("run", "event") if row["event"] == "actor_excluded"]
     steps = [row["policy_version"] for row in services.rows("run", "step")]
-    assert steps == list(range(1, len(steps) + 1))
+    assert steps == list(range(1, len(steps) + 1)) != []
     assert_audit_finds_nothing(tmp_path)
 
 
