@@ -110,7 +110,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     changes = {row["setting"]: (row["before"], row["after"]) for row in resumed}
     assert changes == {"weights.bucket_mb": ("8", "4")}
     assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
-    assert all("works on 3 groups at once" in services.output(name) for name in "ab")
+    assert all("working on 3 groups at a time" in services.output(name) for name in "ab")
     assert_audit_finds_nothing(tmp_path)
 
 
