@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import listed
 from offbeat.common.models.folders import resolve_model
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.run_folder import LOG, read_run_config
@@ -21,6 +22,7 @@ from offbeat.learner.leases.groups import unpack
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.protocols.payload import Segment
 from offbeat.protocols.text import plain
 
 Order = Literal["newest", "best", "worst"]
@@ -52,6 +54,8 @@ class SampledCompletion(msgspec.Struct, frozen=True):
     num_tokens: int
     text: str
     """The completion as the model wrote it, special tokens included."""
+    versions: tuple[Segment, ...] = ()
+    """The policy versions that sampled it, each with its first token."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True):
@@ -120,9 +124,19 @@ def print_samples(console: Console, groups: Sequence[SampledGroup], *, full: boo
         for completion in group.completions:
             ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
             scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
-            console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}", style="bold"))
+            console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}{_sampled_by(completion)}", style="bold"))
             print_text(console, completion.text, limit)
         console.print()
+
+
+def _sampled_by(completion: SampledCompletion) -> str:
+    """Return the policy versions that sampled a completion, with the tokens of each where the weights changed in it."""
+    versions = completion.versions
+    if len(versions) < 2:
+        return "".join(f", sampled by version {segment.policy_version}" for segment in versions)
+    ends = [*(segment.first_token for segment in versions[1:]), completion.num_tokens]
+    parts = [f"{one.policy_version} (tokens {one.first_token} to {end - 1})" for one, end in zip(versions, ends, strict=True)]
+    return f", sampled by versions {listed(parts)}"
 
 
 def printable(text: str) -> str:
@@ -176,6 +190,7 @@ def _decoded(
                 rollout.finish_reason,
                 len(rollout.token_ids),
                 written(rollout, decode),
+                tuple(rollout.segments),
             )
             for rollout in rollouts
         ]

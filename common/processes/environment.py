@@ -25,6 +25,8 @@ CPU_DEFAULTS = {
     "TORCHDYNAMO_DISABLE": "1",
     # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
     "DS_ACCELERATOR": "cpu",
+    # torch warns of host names that it cannot resolve, which nothing on one machine needs.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     # On a CPU, vLLM's warnings at start only name libraries that would make it faster.
     "VLLM_LOGGING_LEVEL": "ERROR",
 }

@@ -363,6 +363,8 @@ def _plain_formatter(service: str) -> logging.Formatter:
 
 def _quiet_vllm() -> None:
     """Set the environment variables from which vLLM configures its logger at import, in its subprocesses too."""
-    # vLLM's warnings are about its own choices. A terminal shows its errors only; a log file has the warnings too.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if console().is_interactive else "WARNING")
+    # vLLM's warnings are about its own choices. A terminal shows its errors only; a log file has the warnings too. On a CPU
+    # `prepare_environment` silences them: they name libraries that would make it faster.
+    if console().is_interactive:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

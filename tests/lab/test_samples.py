@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -116,13 +117,24 @@ def test_steps_that_a_restart_undid_are_not_shown(run: Run) -> None:
     assert steps_and_leases(run)[2:] == [(3, 3, 0), (4, 2, 2)]
 
 
+def test_completion_shows_which_version_sampled_which_tokens() -> None:
+    whole = SampledCompletion(1.0, 0.5, "stop", 30, "a", (Segment(7, 0),))
+    changed = msgspec.structs.replace(whole, versions=(Segment(7, 0), Segment(9, 12)))
+    group = SampledGroup(10, 3, 1, 0, "a", "p", (whole, changed))
+    console = Console(file=(text := io.StringIO()), width=200)
+    print_samples(console, [group])
+    assert "30 tokens, stopped, sampled by version 7\n" in text.getvalue()
+    assert "30 tokens, stopped, sampled by versions 7 (tokens 0 to 11) and 9 (tokens 12 to 29)\n" in text.getvalue()
+
+
 @pytest.mark.slow
 def test_groups_are_decoded_with_their_prompt_best_completion_first(run: Run) -> None:
     (group,) = read_samples(run.folder, SamplesRequest(step=3))
     assert (group.prompt_id, group.prompt, group.actor) == (2, "45", "a")
+    first = (Segment(1, 0),)
     assert group.completions == (
-        SampledCompletion(reward=0.5, above_mean=0.75, finish_reason="length", num_tokens=3, text="aab"),
-        SampledCompletion(reward=-1.0, above_mean=-0.75, finish_reason="stop", num_tokens=2, text="aa"),
+        SampledCompletion(reward=0.5, above_mean=0.75, finish_reason="length", num_tokens=3, text="aab", versions=first),
+        SampledCompletion(reward=-1.0, above_mean=-0.75, finish_reason="stop", num_tokens=2, text="aa", versions=first),
     )
     (worst,) = read_samples(run.folder, SamplesRequest(order="worst", num_groups=1, num_completions=1))
     assert (worst.lease_id, worst.completions[0].reward) == (2, -1.0)

@@ -117,6 +117,7 @@ def test_defaults_of_a_cpu_are_those_of_a_torch_that_cannot_use_the_gpu(
     assert (variables.get("DS_ACCELERATOR") == "cpu") == (not computes_on_gpu)
     assert ("OMP_NUM_THREADS" in variables) == (not computes_on_gpu)
     assert variables["VLLM_LOGGING_LEVEL"] == ("WARNING" if computes_on_gpu else "ERROR")
+    assert ("TORCH_CPP_LOG_LEVEL" in variables) == (not computes_on_gpu)
 
 
 def test_build_of_the_installed_torch_is_read_from_its_files() -> None:

@@ -67,6 +67,11 @@ except ZeroDivisionError:
     assert 'OFFBEAT_LOG_FORMAT = "xml": this is not a log format. Use one of: text, json.' in refused.stderr
 
 
+def test_log_leaves_the_level_of_vllm_to_the_environment_of_the_service():
+    code = "import os\nos.environ.pop('VLLM_LOGGING_LEVEL', None)\nconfigure_logs('actor-0')\n"
+    assert run(f"{code}assert 'VLLM_LOGGING_LEVEL' not in os.environ").returncode == 0
+
+
 def test_terminal_gets_one_short_line_per_event():
     ours, theirs = pty.openpty()
     run("configure_logs('learner')" + SPEAK, stderr=theirs, TERM="xterm", COLUMNS="100")
