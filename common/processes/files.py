@@ -50,6 +50,13 @@ def lacks_descriptors(error: OSError) -> bool:
     return error.errno in _NONE_LEFT
 
 
+def limit_reached(error: OSError) -> str | None:
+    """Return which limit of this process the error is about, with the command that raises it; None for another error."""
+    if lacks_descriptors(error):
+        return "open files (ulimit -n)"
+    return "the size of files (ulimit -f)" if error.errno == errno.EFBIG else None
+
+
 def patiently(open_it: Callable[[], T]) -> T:
     """Return the result of `open_it`, which is called again for `PATIENCE_S` while no descriptor is free.
 

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.processes.files import limit_reached
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config, RunSection
@@ -86,7 +87,7 @@ def naming_disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-        if path is None or not path.absolute().is_relative_to(folder.absolute()):
+        if limit_reached(error) or path is None or not path.absolute().is_relative_to(folder.absolute()):
             raise
         if folder.is_dir():
             problem, cure = f"{path}: {error.strerror}", "Repair the disk, or remove what is in the way"

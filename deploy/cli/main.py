@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.environment import prepare_environment
-from offbeat.common.processes.files import lacks_descriptors, raise_limit
+from offbeat.common.processes.files import limit_reached, raise_limit
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, die_with_parent, end_process
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.text import plain
@@ -97,9 +97,10 @@ def run(app: typer.Typer | None = None) -> None:
     except ServiceError as error:
         _fail((str(error),), GAVE_UP_STATUS)
     except OSError as error:
-        if not lacks_descriptors(error):
+        limit = limit_reached(error)
+        if limit is None:
             raise
-        _fail((f"{error}: raise the limit on open files (ulimit -n)",), GAVE_UP_STATUS)
+        _fail((f"{error}: raise the limit on {limit}",), GAVE_UP_STATUS)
 
 
 def _fail(texts: tuple[str, ...], status: int) -> None:

@@ -1,17 +1,22 @@
 """Claims about the commands as `offbeat` lists and loads them."""
 
+import errno
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from offbeat.common.processes.shutdown import GAVE_UP_STATUS
+from offbeat.common.records.run_folder import naming_disk_errors
 from offbeat.common.settings.loading import explain
 from offbeat.deploy import cli
-from offbeat.deploy.cli.main import PANELS, make_app
+from offbeat.deploy.cli.main import PANELS, make_app, run
 
 COMMAND = re.compile(r"\ndef ([a-z]+)_command\(")
 LIGHT_HELP = """
@@ -72,3 +77,25 @@ def test_shell_completes_commands_and_their_options() -> None:
 
     assert completed("offbeat sam") == ["samples"]
     assert {"--worst", "--best", "--step"} <= set(completed("offbeat samples --"))
+
+
+@pytest.mark.parametrize(
+    ("number", "limit"), [(errno.EMFILE, "open files (ulimit -n)"), (errno.EFBIG, "the size of files (ulimit -f)")]
+)
+def test_limit_of_the_system_is_told_in_one_line(
+    number: int, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def fail() -> None:
+        with naming_disk_errors(Path("run")):
+            raise OSError(number, os.strerror(number), "run/log/00000001.log")
+
+    monkeypatch.setattr(sys, "argv", ["offbeat"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        run(app)
+    assert ended.value.code == GAVE_UP_STATUS
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"'run/log/00000001.log': raise the limit on {limit}")
