@@ -23,8 +23,8 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.settings.loading import load
+from offbeat.lab.simulation.account import Move, Scaling
 from offbeat.lab.simulation.fit import fit
-from offbeat.lab.simulation.scaling import Move, Scaling
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.lab.terminal import FittedTable, stdout_console

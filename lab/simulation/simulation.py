@@ -23,9 +23,8 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from offbeat.lab.simulation.account import Account, Totals
+from offbeat.lab.simulation.account import Account, Scaling, Totals
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
-from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.timings import Draws, EventKind, Fleet, Timings, WorkClock
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler

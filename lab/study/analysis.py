@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.lab.study.trials import BASELINE, Point, StudyRow
-from offbeat.lab.sweep.estimates import Estimate, estimate
-from offbeat.lab.sweep.pairs import CONFIDENCE, AgainstBaseline, compare_with_baseline
+from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE, AgainstBaseline, Estimate, compare_with_baseline, estimate
 
 TARGET = 0.9
 """Held-out reward whose first evaluation is the time that a run took."""
@@ -118,7 +117,7 @@ def signs_of_collapse(rows: Sequence[StudyRow]) -> list[Sign]:
 
 
 def _result(method: str, rows: Sequence[StudyRow], compared: AgainstBaseline | None) -> MethodResult:
-    reward = estimate([row.final_reward for row in rows], CONFIDENCE)
+    reward = estimate([row.final_reward for row in rows], PAIRED_CONFIDENCE)
     assert reward is not None, "a method has a row"
     reached = sorted(float("inf") if (steps := steps_to(row)) is None else steps for row in rows)
     median = statistics.median_high(reached)

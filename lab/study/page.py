@@ -18,7 +18,7 @@ from offbeat.lab.study.analysis import (
     signs_of_collapse,
 )
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
-from offbeat.lab.sweep.pairs import CONFIDENCE
+from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
 _LOW, _MIDDLE, _HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 """Red, nearly white and blue: told apart by readers who are color-blind, too."""
@@ -123,7 +123,7 @@ def _method_table(results: Sequence[MethodResult]) -> str:
         "method",
         "seeds",
         "final reward",
-        f"± {CONFIDENCE:.0%}",
+        f"± {PAIRED_CONFIDENCE:.0%}",
         f"minus {BASELINE}",
         "p (Holm)",
         "area",

@@ -7,16 +7,17 @@ from pathlib import Path
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.lab.sweep.estimates import (
+    AgainstBaseline,
     Comparison,
     Curve,
     Estimate,
     compare_ratio,
+    compare_with_baseline,
     estimate,
     first_reach,
     trailing_mean,
 )
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, numbers_of, reward_curves
-from offbeat.lab.sweep.pairs import AgainstBaseline, compare_with_baseline
 from offbeat.lab.sweep.plan import CONFIG_FILE, ENDED, Plan, State, Values, find_baselines, read_run, state_of
 from offbeat.lab.sweep.recommendation import Recommendation, ValueResult, recommend
 

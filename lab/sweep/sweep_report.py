@@ -33,10 +33,8 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots
-from offbeat.lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
+from offbeat.lab.sweep.estimates import CONFIDENCE, PAIRED_CONFIDENCE, SIGNIFICANT, AgainstBaseline, Comparison, Estimate
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
-from offbeat.lab.sweep.pairs import CONFIDENCE as PAIRED_CONFIDENCE
-from offbeat.lab.sweep.pairs import SIGNIFICANT, AgainstBaseline
 from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
 from offbeat.lab.sweep.summary import Gathered, Summary, SweepRun, Value, gather

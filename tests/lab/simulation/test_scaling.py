@@ -23,7 +23,7 @@ from offbeat.common.settings.config import (
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.cli.main import make_app
-from offbeat.lab.simulation.scaling import Scaling
+from offbeat.lab.simulation.account import Scaling
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.learner.leases.evaluation import Evaluations

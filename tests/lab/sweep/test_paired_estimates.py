@@ -1,9 +1,9 @@
-"""Claims about `lab.sweep.pairs`: Scipy's paired test, hand-computed corrections, and what is compared with what."""
+"""Claims about `lab.sweep.estimates`: Scipy's paired test, hand-computed corrections, and what is compared with what."""
 
 import pytest
 from scipy import stats
 
-from offbeat.lab.sweep.pairs import compare_pairs, compare_with_baseline, holm
+from offbeat.lab.sweep.estimates import compare_pairs, compare_with_baseline, holm
 
 
 def test_pairs_of_one_seed_are_compared_by_their_differences() -> None:
