@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -83,22 +83,6 @@ def read_end(run_folder: Path) -> EndedRun | None:
         health=health,
         changed_settings=tuple(changes),
     )
-
-
-def render_end(ended: EndedRun, num_steps: int) -> RenderableType:
-    """Return the end of a run as text; `num_steps` is `train.num_steps`."""
-    good = ended.outcome == "finished"
-    head = Text(f"{ended.outcome or 'no final row'}", style="bold green" if good else "bold red")
-    head.append(f": step {ended.policy_version} of {num_steps}", style="bold")
-    if ended.wall_s is not None:
-        head.append(f"   wall time {ended.wall_s:,.0f} s")
-    if ended.reward is not None:
-        head.append(f"   reward {ended.reward:.3f} at the last step")
-    # Texts, not markup: rows are files that anybody may have written.
-    lines = [Text(ended.detail, style="red")] if ended.detail else []
-    lines += [Text(f"! {reason}", style="yellow") for reason in ended.health.values()]
-    lines += [Text(f"set: {change}", style="cyan") for change in ended.changed_settings]
-    return Group(head, *lines)
 
 
 class RunSettings(NamedTuple):

@@ -18,7 +18,7 @@ from offbeat.common.records.rows import Stamped
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.deploy.operating.link import OpenLink, ask
-from offbeat.lab.run_summary import EndedRun, read_end, render_end
+from offbeat.lab.run_summary import EndedRun, read_end
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
 
@@ -79,6 +79,22 @@ def _print(state: StatusReport | EndedRun, shown: RenderableType, *, as_json: bo
         print(msgspec.json.format(msgspec.json.encode(state)).decode())
     else:
         stdout_console().print(shown)
+
+
+def render_end(ended: EndedRun, num_steps: int) -> RenderableType:
+    """Return the end of a run as text; `num_steps` is `train.num_steps`."""
+    good = ended.outcome == "finished"
+    head = Text(f"{ended.outcome or 'no final row'}", style="bold green" if good else "bold red")
+    head.append(f": step {ended.policy_version} of {num_steps}", style="bold")
+    if ended.wall_s is not None:
+        head.append(f"   wall time {ended.wall_s:,.0f} s")
+    if ended.reward is not None:
+        head.append(f"   reward {ended.reward:.3f} at the last step")
+    # Texts, not markup: rows are files that anybody may have written.
+    lines = [Text(ended.detail, style="red")] if ended.detail else []
+    lines += [Text(f"! {reason}", style="yellow") for reason in ended.health.values()]
+    lines += [Text(f"set: {change}", style="cyan") for change in ended.changed_settings]
+    return Group(head, *lines)
 
 
 def render_status(report: StatusReport) -> RenderableType:
