@@ -69,7 +69,7 @@ def read_images(
     if not lease.images:
         return ()
     if reader is None:
-        raise ImageError("this actor takes no images: give it the learner's task.image_field")
+        raise ImageError("this actor takes no images: give it the learner's data.image_field")
     images: list[ImagePatches] = []
     start = 0
     for index, reference in enumerate(lease.images):

@@ -107,7 +107,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     model = resolve_model(config.model.path)
-    images = ImageReader(model) if config.task.image_field else None
+    images = ImageReader(model) if config.data.image_field else None
     # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
     judge = (
         start_workers(config, model)

@@ -466,10 +466,10 @@ def _epoch_sizes(log: LogAudit, config: Config) -> list[int] | None:
 
 def _num_prompts(config: Config) -> int | None:
     """Return the number of prompts in the training data; None where only the learner knows how many it took."""
-    task = config.task
-    if task.long_prompts == "drop" or not Path(task.train_data).expanduser().exists():
+    data = config.data
+    if data.long_prompts == "drop" or not Path(data.train_data).expanduser().exists():
         return None
-    return sum(1 for _ in data_rows.read_rows(task.train_data, task.train_split, "task.train_data"))
+    return sum(1 for _ in data_rows.read_rows(data.train_data, data.train_split, "data.train_data"))
 
 
 def _final(run: Path) -> FinalRow | None:

@@ -203,7 +203,9 @@ def load_groups(source: Path) -> "list[PromptGroup]":
 
     config = load(source / CONFIG_FILE)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
-    prompts = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer).prompts
+    prompts = load_prompts(
+        config.data.train_data, config.data.train_split, config.data, tokenizer, environment=config.task.environment
+    ).prompts
     folder = source / LOG
     records = read_history(folder, Position(0, 0))
     recovered = recover(None, records, lambda position: read_record(folder, position), prompts, config.run.seed)

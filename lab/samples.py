@@ -160,7 +160,9 @@ def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[in
         from transformers import AutoTokenizer as Tokenizer
     tokenizer = Tokenizer.from_pretrained(folder)
     try:
-        loaded = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer)
+        loaded = load_prompts(
+            config.data.train_data, config.data.train_split, config.data, tokenizer, environment=config.task.environment
+        )
     except SettingError:
         # The completions can be read without the data.
         return tokenizer.decode, {}
@@ -226,7 +228,7 @@ def read_evaluation_samples(run: Path, request: SamplesRequest) -> list[EvalSamp
         if request.step in (None, row.policy_version) and request.prompt_id in (None, row.prompt_id)
     ]
     if not found:
-        cure = "Evaluations need task.eval_data and evaluation.interval. Ask for a version and a prompt that were evaluated."
+        cure = "Evaluations need data.eval_data and evaluation.interval. Ask for a version and a prompt that were evaluated."
         raise SettingError("RUN", str(run), "its rows have no sample of such an evaluation", cure)
     if request.order == "best":
         found.sort(key=lambda row: -row.reward)

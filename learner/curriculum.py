@@ -13,7 +13,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import RepeatedEvents
 from offbeat.learner.leases.groups import TaskResults
 
-SETTING = "task.curriculum"
+SETTING = "data.curriculum"
 
 LIMIT_S = 10.0
 """Longest time for one call of the function. Its thread cannot be ended: until it ends, the function is not called again."""

@@ -47,17 +47,17 @@ class Inputs(NamedTuple):
 
 def load_inputs(config: Config) -> Inputs:
     """Read the files that the settings name; raise `SettingError` where one cannot be used."""
-    task = config.task
+    data = config.data
     model = resolve_model(config.model.path)
     hashes = hash_model(model)
     tokenizer = load_tokenizer(model)
     vocabulary_size = load_vocabulary_size(model, tokenizer)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
-    train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
+    train = _load_prompts(config, data.train_data, data.train_split, "data.train_data", tokenizer)
     held_out = load_held_out(
-        task,
+        data,
         config.evaluation.num_prompts,
-        lambda setting, source: _load_prompts(config, source, task.eval_split, setting, tokenizer),
+        lambda setting, source: _load_prompts(config, source, data.eval_split, setting, tokenizer),
     )
     prompt_hashes = hash_prompts(train)
     return Inputs(
@@ -67,7 +67,7 @@ def load_inputs(config: Config) -> Inputs:
         prompts=Prompts(train, held_out, tokenizer.decode),
         decode_plain=partial(tokenizer.decode, skip_special_tokens=True),
         own_evaluation=load_evaluation(config.evaluation.function) if config.evaluation.function else None,
-        own_curriculum=OwnCurriculum(task.curriculum) if task.curriculum else None,
+        own_curriculum=OwnCurriculum(data.curriculum) if data.curriculum else None,
         hashes=hashes,
         vocabulary_size=vocabulary_size,
         calibration=calibration,
@@ -75,7 +75,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
-    loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
+    loaded = load_prompts(source, split, config.data, tokenizer, environment=config.task.environment, setting=setting)
     if loaded.num_dropped:
         level = logging.WARNING if loaded.share_dropped > MUCH_LEFT_OUT else logging.INFO
         logger.log(level, "%s: %s", setting, loaded.dropped_text())
@@ -85,7 +85,7 @@ def _load_prompts(config: Config, source: str, split: str, setting: str, tokeniz
 
 
 OF_THIS_MACHINE = (
-    *("run.dir", "run.resume", "run.mirror", "model.path", "task.train_data", "task.eval_data", "judge.cache", "kl.reference"),
+    *("run.dir", "run.resume", "run.mirror", "model.path", "data.train_data", "data.eval_data", "judge.cache", "kl.reference"),
     *("loss.noise_floor", "hub.address", "hub.bind", "hub.key", "hub.learner_key", "hub.allowed_keys", "train.deepspeed"),
     *("metrics.bind", "metrics.wandb_project", "metrics.mlflow_experiment", "metrics.trackio_project", "metrics.callback"),
     "actor.name",
@@ -97,7 +97,7 @@ none."""
 
 def make_join_payload(config: Config, model: Path, layout: tuple[TensorSpec, ...]) -> JoinPayload:
     """Return the run for `offbeat actor --join`, or why there is none; `model` is the folder of `model.path`."""
-    obstacle = _obstacle(model, layout, has_images=bool(config.task.image_field))
+    obstacle = _obstacle(model, layout, has_images=bool(config.data.image_field))
     if obstacle is None:
         settings = JoinSettings(
             importlib.metadata.version("offbeat"), resolved_toml(without_this_machine(config)), small_files(model)

@@ -55,9 +55,9 @@ class Vitals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float | None = None
     """Mean seconds of the last steps, waiting included."""
     reward_by_task: dict[Name, float] = {}
-    """Mean reward of each task of the step, where `task.task_field` is set. Since minor version 6."""
+    """Mean reward of each task of the step, where `data.task_field` is set. Since minor version 6."""
     share_by_task: dict[Name, float] = {}
-    """Share of each task's prompts that is leased, where `task.curriculum` is set. Since minor version 9."""
+    """Share of each task's prompts that is leased, where `data.curriculum` is set. Since minor version 9."""
     health: tuple[FreeText, ...] = ()
     """A sentence for each health rule that holds, with a hint."""
 

@@ -38,7 +38,7 @@ def make_engine(
         return chosen(model_path, **arguments)
     if chosen.__name__ != "VllmEngine":
         problem = "prompts have images, which only vLLM takes"
-        raise SettingError("actor.engine", name, problem, "Install offbeat[cpu] or offbeat[cuda], or remove task.image_field.")
+        raise SettingError("actor.engine", name, problem, "Install offbeat[cpu] or offbeat[cuda], or remove data.image_field.")
     return chosen(model_path, **arguments, images=images)
 
 

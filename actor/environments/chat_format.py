@@ -13,10 +13,10 @@ from typing import Any
 
 from offbeat.common.errors import SettingError
 
-SETTING = "task.chat_template"
+SETTING = "data.chat_template"
 _CURE = (
-    "Use a template that only appends, or set task.chat_template=false and write the marks of turns yourself in add(). "
-    "Templates that drop the reasoning of earlier turns often keep it under an argument (task.template_arguments)."
+    "Use a template that only appends, or set data.chat_template=false and write the marks of turns yourself in add(). "
+    "Templates that drop the reasoning of earlier turns often keep it under an argument (data.template_arguments)."
 )
 _DUMMY = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
 _PROBE = {"role": "user", "content": "three"}

@@ -28,7 +28,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokenizer: str
     """Folder of the model."""
     has_chat_template: bool
-    """`task.chat_template`: the function adds messages, not raw text."""
+    """`data.chat_template`: the function adds messages, not raw text."""
     template_arguments: dict[str, Any]
     max_length: int
     """Most tokens of a sequence, its prompt included."""

@@ -26,8 +26,8 @@ def start_workers(config: Config, model: Path) -> "Workers":
     begin = Begin(
         function=config.task.environment,
         tokenizer=str(model),
-        has_chat_template=config.task.chat_template,
-        template_arguments=config.task.template_arguments,
+        has_chat_template=config.data.chat_template,
+        template_arguments=config.data.template_arguments,
         max_length=config.model.max_length,
         max_episode_tokens=max_episode_tokens(config),
         temperature=config.rollout.temperature,

@@ -18,7 +18,7 @@ class Sample(NamedTuple):
     """One completion, with all that a reward may want to know."""
 
     prompt: str
-    """The prompt as text, with the chat template where `task.chat_template` is set."""
+    """The prompt as text, with the chat template where `data.chat_template` is set."""
     completion: str
     """The completion as text, without special tokens."""
     row: dict[str, Any]

@@ -17,7 +17,7 @@ from offbeat.common.errors import ServiceError, SettingError, one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SETTING = "task.image_field"
+SETTING = "data.image_field"
 MARKER = "<image>"
 """Text that stands for an image in a prompt."""
 MAX_PROMPT_BYTES = 16 << 20

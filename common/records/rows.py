@@ -68,7 +68,7 @@ class EvalRow(Stamped, frozen=True, kw_only=True, tag="eval"):
     pass_at: dict[str, float] = {}
     """pass@k by k: the share of prompts that at least one of k completions solves (`evaluation.pass_reward`)."""
     sets: dict[str, float] = {}
-    """Mean reward of each named set of `task.eval_data`; sets without completions are left out."""
+    """Mean reward of each named set of `data.eval_data`; sets without completions are left out."""
     numbers: dict[str, float] = {}
     """Numbers that `evaluation.function` returned, by name."""
 
@@ -79,7 +79,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     lease_id: int
     """The lease that the group answered."""
     prompt_id: int
-    """Number of the prompt, counted from 0; rows that `task.long_prompts` leaves out do not count."""
+    """Number of the prompt, counted from 0; rows that `data.long_prompts` leaves out do not count."""
     actor: str
     """The actor that generated the group."""
     outcome: str
@@ -147,7 +147,7 @@ class EvalSampleRow(Stamped, frozen=True, kw_only=True, tag="eval_sample"):
     prompt_id: int
     """Number of the held-out prompt, counted from 0 over all sets."""
     data_set: str | None = None
-    """Name of the prompt's set in `task.eval_data`; absent where the sets have no names."""
+    """Name of the prompt's set in `data.eval_data`; absent where the sets have no names."""
     reward: float
     """Reward of the completion, as the task gave it."""
     finish_reason: str
@@ -311,7 +311,7 @@ class EpochRow(Stamped, frozen=True, kw_only=True, tag="epoch"):
     dropped: dict[str, list[int]]
     """Prompts that were not trained on in this pass, by reason."""
     num_left_out: int = 0
-    """Prompts that were not leased in this pass, because of the shares that task.curriculum gave their tasks."""
+    """Prompts that were not leased in this pass, because of the shares that data.curriculum gave their tasks."""
 
 
 class LedgerSums(msgspec.Struct, frozen=True):

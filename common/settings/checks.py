@@ -23,7 +23,7 @@ BYTES_PER_TOKEN = 8
 def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
-        *(_check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
+        *(_check_lengths, check_objective, _check_staleness, _check_steps, _check_data, _check_images),
         *(
             _check_leases,
             _check_compile,
@@ -65,14 +65,14 @@ def least_staleness(config: Config) -> int:
 
 
 def _check_lengths(config: Config) -> None:
-    model, task, rollout = config.model, config.task, config.rollout
-    total = task.max_prompt_tokens + rollout.max_new_tokens
+    model, data, rollout = config.model, config.data, config.rollout
+    total = data.max_prompt_tokens + rollout.max_new_tokens
     if total > model.max_length:
         raise SettingError(
             "model.max_length",
             model.max_length,
-            "it is too small for a prompt and its completion: task.max_prompt_tokens + rollout.max_new_tokens = "
-            f"{task.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
+            "it is too small for a prompt and its completion: data.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{data.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
             f"Lower one of the two, or set model.max_length={total}.",
         )
     group_mb = math.ceil(rollout.group_size * total * BYTES_PER_TOKEN / 2**20)
@@ -176,8 +176,8 @@ def compile_obstacle(config: Config) -> str | None:
         return 'with model.dtype = "float32" packed attention has a call for each length, which cannot be compiled once'
     if config.train.zero_stage == 3:
         return "with train.zero_stage = 3 weights are gathered in hooks between the parts of a layer"
-    if config.task.image_field:
-        return "with task.image_field packs with and without images would differ in every layer's arguments"
+    if config.data.image_field:
+        return "with data.image_field packs with and without images would differ in every layer's arguments"
     size = config.train.sequence_parallel_size
     return f"with train.sequence_parallel_size = {size} processes exchange tokens in a layer" if size > 1 else None
 
@@ -188,45 +188,45 @@ def _check_compile(config: Config) -> None:
         raise SettingError("train.compile", "on", obstacle, 'Set it to "auto" or "off".')
 
 
-def _check_task(config: Config) -> None:
-    task = config.task
+def _check_data(config: Config) -> None:
+    data = config.data
     if not config.model.path:
         raise SettingError("model.path", "", "no model is given", "Set it to a model folder or a hub name.")
-    if not task.train_data:
-        raise SettingError("task.train_data", "", "no data is given", "Set it to a JSONL file or a dataset's name.")
-    if config.evaluation.interval and not task.eval_data:
+    if not data.train_data:
+        raise SettingError("data.train_data", "", "no data is given", "Set it to a JSONL file or a dataset's name.")
+    if config.evaluation.interval and not data.eval_data:
         raise SettingError(
             "evaluation.interval",
             config.evaluation.interval,
             "there are no prompts to evaluate on",
-            "Set task.eval_data, or evaluation.interval=0.",
+            "Set data.eval_data, or evaluation.interval=0.",
         )
     if config.evaluation.function and not config.evaluation.interval:
         raise SettingError(
             "evaluation.function",
             config.evaluation.function,
             "there is no evaluation",
-            "Set evaluation.interval and task.eval_data, or remove it.",
+            "Set evaluation.interval and data.eval_data, or remove it.",
         )
-    if task.curriculum and not task.task_field:
+    if data.curriculum and not data.task_field:
         problem = "no field names the task of a row"
-        raise SettingError("task.curriculum", task.curriculum, problem, "Set task.task_field, or remove it.")
+        raise SettingError("data.curriculum", data.curriculum, problem, "Set data.task_field, or remove it.")
     for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
-        if getattr(task, key) and not task.chat_template:
+        if getattr(data, key) and not data.chat_template:
             raise SettingError(
-                f"task.{key}",
-                getattr(task, key),
+                f"data.{key}",
+                getattr(data, key),
                 "it is only used with the chat template",
-                "Set task.chat_template=true, or remove it.",
+                "Set data.chat_template=true, or remove it.",
             )
 
 
 def _check_images(config: Config) -> None:
     """Refuse what prompts with images cannot be combined with yet."""
-    if not config.task.image_field:
+    if not config.data.image_field:
         return
     size, least_mb = config.train.sequence_parallel_size, (MAX_PROMPT_BYTES >> 20) + 1
-    cure = "Remove it, or task.image_field."
+    cure = "Remove it, or data.image_field."
     for setting, value, is_refused, problem in (
         ("task.environment", config.task.environment, True, "the prompts of episodes cannot have images"),
         ("lora.rank", config.lora.rank, True, "with images the whole model is trained"),

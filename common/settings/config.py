@@ -61,8 +61,8 @@ class ModelSection(Section, frozen=True):
     """Maximum length of a prompt plus its completion, in tokens."""
 
 
-class TaskSection(Section, frozen=True):
-    """The prompts, and the reward for completions."""
+class DataSection(Section, frozen=True):
+    """The prompts: the data that they are in, and how each row becomes one."""
 
     train_data: str = ""
     """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, the name of a Hugging
@@ -75,16 +75,16 @@ class TaskSection(Section, frozen=True):
     """Treatment of rows that were added to the end of the training data before a run is resumed. refuse: the learner does not
     start. allow: they join at the next pass over the data, if the earlier rows are unchanged."""
     eval_data: str | dict[str, str] = ""
-    """Held-out prompts for evaluation, given as for `task.train_data`, or a table of named sets. Empty: no evaluation."""
+    """Held-out prompts for evaluation, given as for `data.train_data`, or a table of named sets. Empty: no evaluation."""
     eval_split: str = "test"
     """Split of the evaluation folder or dataset; it is passed to a function. Ignored for a file."""
     prompt_field: str = "prompt"
-    """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `task.chat_template`."""
+    """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `data.chat_template`."""
     task_field: str = ""
     """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
     `reward_by_task/NAME`. Empty: no statistics per task."""
     curriculum: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own curriculum as `module:function`. After each batch it gets the results of each task (`task.task_field`) so far,
+    """Your own curriculum as `module:function`. After each batch it gets the results of each task (`data.task_field`) so far,
     and returns a weight for each: docs/data.md. Empty: every prompt is leased in each pass over the data."""
     image_field: str = ""
     """Name of the field that holds the images of a row's prompt: a path, or a list of paths, relative to the data's folder. The
@@ -93,7 +93,7 @@ class TaskSection(Section, frozen=True):
     """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
     1."""
     system_prompt: str = ""
-    """System message placed before each prompt. It needs `task.chat_template`. Empty: no system message."""
+    """System message placed before each prompt. It needs `data.chat_template`. Empty: no system message."""
     system_prompt_field: str = ""
     """Name of the field that holds a row's own system message, used where it is not empty. Empty: rows have none."""
     chat_template: bool = False
@@ -102,12 +102,17 @@ class TaskSection(Section, frozen=True):
     """Arguments of the chat template, for example `{enable_thinking = false}`."""
     template_arguments_field: str = ""
     """Name of the field that holds a row's own arguments of the chat template, an object, which replace those of
-    `task.template_arguments`. Empty: rows have none."""
+    `data.template_arguments`. Empty: rows have none."""
     max_prompt_tokens: PositiveInt = 1024
-    """Maximum length of a prompt, in tokens. `task.long_prompts` decides what happens to longer ones."""
+    """Maximum length of a prompt, in tokens. `data.long_prompts` decides what happens to longer ones."""
     long_prompts: Literal["error", "drop"] = "error"
-    """Treatment of rows whose prompt exceeds `task.max_prompt_tokens`. error: the learner refuses to start. drop: the rows are
+    """Treatment of rows whose prompt exceeds `data.max_prompt_tokens`. error: the learner refuses to start. drop: the rows are
     left out."""
+
+
+class TaskSection(Section, frozen=True):
+    """The reward for completions, or the environment that gives it."""
+
     environment: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own environment as `module:function`: an async function that plays one episode of several turns and returns its
     reward: docs/environments.md. Empty: each episode is one completion, which `task.reward` judges."""
@@ -347,7 +352,7 @@ class EvaluationSection(Section, frozen=True):
     interval: NonNegativeInt = 0
     """Number of optimizer steps between evaluations. 0: no evaluation."""
     num_prompts: PositiveInt = 64
-    """Number of prompts, taken from the start of each set in `task.eval_data`."""
+    """Number of prompts, taken from the start of each set in `data.eval_data`."""
     group_size: PositiveInt = 1
     """Number of completions per prompt."""
     temperature: NonNegativeFloat = 0.0
@@ -427,6 +432,7 @@ class Config(Section, frozen=True):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
     task: TaskSection = TaskSection()
     environment: EnvironmentSection = EnvironmentSection()
     judge: JudgeSection = JudgeSection()

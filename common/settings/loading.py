@@ -118,7 +118,7 @@ def refuse_masked(config: Config) -> None:
         ("actor.engine_options", config.actor.engine_options),
         ("train.deepspeed", config.train.deepspeed),
         ("judge.options", config.judge.options),
-        ("task.template_arguments", config.task.template_arguments),
+        ("data.template_arguments", config.data.template_arguments),
     ):
         if has_mask(table):
             cure = f"Give the real value, from your own TOML file or as {setting}.NAME=VALUE."

@@ -296,7 +296,7 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_routing_replay(config: Config) -> None:
-    loss, task = config.loss, config.task
+    loss, data, task = config.loss, config.data, config.task
     if loss.routing_replay == "off":
         return
     if loss.routing_replay == "recomputed" and loss.anchor not in RECOMPUTED:
@@ -313,7 +313,7 @@ def _check_routing_replay(config: Config) -> None:
             f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only",
             f'Set {SETTING}=1, or loss.routing_replay="off".',
         )
-    in_the_way = "task.environment" if task.environment else "task.image_field" if task.image_field else ""
+    in_the_way = "task.environment" if task.environment else "data.image_field" if data.image_field else ""
     if loss.routing_replay == "sampled" and in_the_way:
         raise SettingError(
             "loss.routing_replay",

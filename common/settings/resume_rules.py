@@ -36,19 +36,19 @@ RULES = (
     Rule("refused", _of("model", "dtype"), "The checkpoint is stored in it, and the log-probs are computed in it."),
     Rule(
         "refused",
-        ("task.train_data: prompts",),
+        ("data.train_data: prompts",),
         "Kept groups are completions of these prompts: their tokens, their rows with the answers, their weights, their order. "
-        "Prompts behind the last are recorded with `task.appended_data`.",
+        "Prompts behind the last are recorded with `data.appended_data`.",
     ),
     Rule(
         "recorded",
-        _of("task", "train_data train_split appended_data max_prompt_tokens long_prompts"),
+        _of("data", "train_data train_split appended_data max_prompt_tokens long_prompts"),
         "The prompts that are read with it are compared themselves.",
     ),
     Rule(
         "refused",
         _of(
-            "task",
+            "data",
             "prompt_field image_field weight_field system_prompt system_prompt_field chat_template template_arguments "
             "template_arguments_field",
         ),
@@ -56,18 +56,18 @@ RULES = (
     ),
     Rule(
         "recorded",
-        _of("task", "task_field"),
-        "It splits numbers that are shown. With `task.curriculum` the tasks that have shares must be there.",
+        _of("data", "task_field"),
+        "It splits numbers that are shown. With `data.curriculum` the tasks that have shares must be there.",
     ),
-    Rule("recorded", _of("task", "curriculum"), "The log has the shares that it gave; it decides on those to come."),
-    Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
-    Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
+    Rule("recorded", _of("data", "curriculum"), "The log has the shares that it gave; it decides on those to come."),
+    Rule("recorded", _of("data", "eval_data eval_split"), "No training depends on it."),
+    Rule("recorded", ("data.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
     Rule("refused", _of("task", "environment reward reward_weights"), "Kept groups were made with the other function."),
     Rule(
         "recorded",
         (
-            "task.train_data: source files",
-            "task.curriculum: source files",
+            "data.train_data: source files",
+            "data.curriculum: source files",
             "task.environment: source files",
             "task.reward: source files",
             "reward.length_penalty: source files",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.common.user_code.functions import load_function
 
 SETTING = "task.environment"
@@ -69,12 +69,12 @@ async def offer_tools(
     return {"tools": schemas, **template_arguments} if schemas else dict(template_arguments)
 
 
-def with_tools(task: TaskSection) -> TaskSection:
-    """Return the task with the tools of its environment as the template's argument `tools`, unless it has one already."""
-    if not (task.environment and task.chat_template) or "tools" in task.template_arguments:
-        return task
-    schemas = _schemas_of(task.environment)
-    return replace(task, template_arguments={**task.template_arguments, "tools": list(schemas)}) if schemas else task
+def with_tools(data: DataSection, environment: str) -> DataSection:
+    """Return the settings with the environment's tools as the template's argument `tools`, unless it has one already."""
+    if not (environment and data.chat_template) or "tools" in data.template_arguments:
+        return data
+    schemas = _schemas_of(environment)
+    return replace(data, template_arguments={**data.template_arguments, "tools": list(schemas)}) if schemas else data
 
 
 @functools.cache

@@ -128,7 +128,7 @@ def _entries(name: str, options: bytes, size: int, seed: int) -> Any:
         import reasoning_gym
     except ModuleNotFoundError as error:
         problem = "reasoning-gym is not installed"
-        raise SettingError("task.train_data", f"{PREFIX}{name}", problem, "Install offbeat[tasks].") from error
+        raise SettingError("data.train_data", f"{PREFIX}{name}", problem, "Install offbeat[tasks].") from error
     return reasoning_gym.create_dataset(name, **msgspec.json.decode(options), size=size, seed=seed)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,21 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         yield mistake("model.path", config.model.path, problem, "Use the tokenizer that the model was made with.")
     if config.task.environment:
         try:
-            ChatFormat(tokenizer, with_tools(config.task).template_arguments, has_chat_template=config.task.chat_template)
+            ChatFormat(
+                tokenizer,
+                with_tools(config.data, config.task.environment).template_arguments,
+                has_chat_template=config.data.chat_template,
+            )
         except SettingError as error:
             yield Finding("mistake", str(error))
     for setting, source, split in _local_sources(config):
         try:
-            loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
-            if setting == "task.train_data" and is_function(source):
-                yield from _check_repeated(loaded, load_prompts(source, split, config.task, tokenizer, setting=setting))
+            load = partial(
+                load_prompts, source, split, config.data, tokenizer, environment=config.task.environment, setting=setting
+            )
+            loaded = load()
+            if setting == "data.train_data" and is_function(source):
+                yield from _check_repeated(loaded, load())
         except SettingError as error:
             yield Finding("mistake", str(error))
             continue
@@ -71,26 +79,26 @@ def check_inputs(config: Config) -> Iterator[Finding]:
 
 def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first training row; None where the data is not on this machine."""
-    task = config.task
-    return _first_prompt("task.train_data", task.train_data, task.train_split, task.prompt_field)
+    data = config.data
+    return _first_prompt("data.train_data", data.train_data, data.train_split, data.prompt_field)
 
 
 def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first held-out row; None where the data is not on this machine."""
-    task = config.task
-    for name, source in eval_sets(task).items():
-        return _first_prompt(eval_setting(name), source, task.eval_split, task.prompt_field)
+    data = config.data
+    for name, source in eval_sets(data).items():
+        return _first_prompt(eval_setting(name), source, data.eval_split, data.prompt_field)
     return None
 
 
 def count_tasks(config: Config) -> Counter[str]:
     """Return the number of training rows of each task; none where the data is not on this machine."""
-    task = config.task
-    if not is_local_data(task.train_data):
+    data = config.data
+    if not is_local_data(data.train_data):
         return Counter()
-    rows = read_rows(task.train_data, task.train_split, "task.train_data")
+    rows = read_rows(data.train_data, data.train_split, "data.train_data")
     # Other checks tell rows without a task.
-    return Counter(name for row in rows if isinstance(name := row.fields.get(task.task_field), str))
+    return Counter(name for row in rows if isinstance(name := row.fields.get(data.task_field), str))
 
 
 def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> tuple[str, dict[str, Any]] | None:
@@ -107,10 +115,10 @@ def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> t
 
 def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield setting, source and split of the data on this machine."""
-    task = config.task
+    data = config.data
     for setting, source, split in (
-        ("task.train_data", task.train_data, task.train_split),
-        *((eval_setting(name), source, task.eval_split) for name, source in eval_sets(task).items()),
+        ("data.train_data", data.train_data, data.train_split),
+        *((eval_setting(name), source, data.eval_split) for name, source in eval_sets(data).items()),
     ):
         if source and is_local_data(source):
             yield setting, source, split
@@ -135,7 +143,7 @@ def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
 
 def _check_repeated(loaded: LoadedPrompts, again: LoadedPrompts) -> Iterator[Finding]:
     if [prompt.row for prompt in loaded.prompts] != [prompt.row for prompt in again.prompts]:
-        text = "task.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give its random"
+        text = "data.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give its random"
         yield Finding("warning", f"{text} numbers a fixed seed, and sort what has no order.")
 
 

@@ -288,10 +288,10 @@ def _contradictions(config: Config, command: Command) -> list[Finding]:
 
 def _start_inputs(config: Config, command: Command) -> Apart | None:
     """Start the check of data and tokenizer; a learner alone reads both itself, before it loads the model."""
-    if command not in ("check", "train") or not config.task.train_data:
+    if command not in ("check", "train") or not config.data.train_data:
         return None
     is_local = Path(config.model.path).is_dir()
-    return Apart("task.train_data", partial(check_inputs if is_local else check_rows, config), LOOK_S)
+    return Apart("data.train_data", partial(check_inputs if is_local else check_rows, config), LOOK_S)
 
 
 def _start_functions(config: Config, command: Command) -> Apart | None:

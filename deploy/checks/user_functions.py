@@ -36,7 +36,7 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 def learner_functions(config: Config) -> list[str]:
     """Return the settings that name functions that the learner calls."""
     functions = {
-        "task.curriculum": config.task.curriculum,
+        "data.curriculum": config.data.curriculum,
         "reward.length_penalty": config.reward.length_penalty,
         "loss.function": config.loss.function,
         "loss.correction": own_functions(config.loss.correction),
@@ -54,7 +54,7 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
     """
     reward, loss, advantage = config.reward, config.loss, config.advantage
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
-        (bool(config.task.curriculum), lambda: _call_curriculum(config)),
+        (bool(config.data.curriculum), lambda: _call_curriculum(config)),
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
         *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
@@ -85,7 +85,7 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     try:
         if config.task.environment:
             function, parser = load_environment(config.task.environment), config.environment.tool_parser
-            asyncio.run(offer_tools(function, config.task.environment, config.task.template_arguments, parser))
+            asyncio.run(offer_tools(function, config.task.environment, config.data.template_arguments, parser))
             yield from _check_sandbox("task.environment")
             return
         reward = load_reward(config.task.reward)
@@ -104,7 +104,7 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is None:
         return
-    problem = f"called with the first row of task.train_data and a stand-in completion, it failed: {failure.detail}"
+    problem = f"called with the first row of data.train_data and a stand-in completion, it failed: {failure.detail}"
     if failure.is_transient:
         # A judge that does not answer now may do so later.
         yield Finding("warning", f"task.reward: {problem}.")
@@ -155,7 +155,7 @@ def _stand_ins() -> "tuple[torch.Tensor, torch.Tensor]":
 
 def _call_curriculum(config: Config) -> None:
     """Call the function as the learner does before the first batch."""
-    function = OwnCurriculum(config.task.curriculum)
+    function = OwnCurriculum(config.data.curriculum)
     if num_prompts := count_tasks(config):
         function(task_results(num_prompts, {}, {}), 0)
 
@@ -165,7 +165,7 @@ def _call_evaluation(config: Config) -> None:
     held_out = first_held_out(config)
     if held_out is None:
         return
-    data_set = next(iter(eval_sets(config.task)))
+    data_set = next(iter(eval_sets(config.data)))
     completion = EvaluatedCompletion(0, *held_out, data_set, STAND_IN, len(STAND_IN), "stop", reward=1.0, reward_parts={})
     function([completion, completion._replace(reward=0.0, finish_reason="length")])
 

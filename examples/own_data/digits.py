@@ -1,6 +1,6 @@
 """Prompts that a function makes (docs/own_code.md).
 
-[task]
+[data]
 train_data = "digits:rows"
 eval_data = "digits:rows"
 """

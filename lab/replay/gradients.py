@@ -80,8 +80,8 @@ class GradientRow(msgspec.Struct, frozen=True):
 def load_candidates(records: Iterable[Record], config: Config, trained_at: dict[int, int]) -> Candidates:
     """Return every group of a log with its prompt, except those whose log-probs were wrong."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
-    task = config.task
-    prompts = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
+    data = config.data
+    prompts = load_prompts(data.train_data, data.train_split, data, tokenizer, environment=config.task.environment).prompts
     return Candidates(list(_groups(records, prompts)), trained_at)
 
 

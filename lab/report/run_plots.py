@@ -113,7 +113,7 @@ def reward_by_task(history: RunHistory) -> list[Plot]:
         smooth = running_mean(rewards, max(1, len(rewards) // 10))
         traces.append(line_trace(steps, smooth, name.removeprefix(TASK_REWARDS), color) | {"mode": "lines"})
     layout = step_layout("optimizer step", traces[0]["x"], "reward")
-    lead = "Running mean of the reward of each task (task.task_field)."
+    lead = "Running mean of the reward of each task (data.task_field)."
     return [Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
 
 
@@ -127,7 +127,7 @@ def share_by_task(history: RunHistory) -> list[Plot]:
         steps, shares = series(history.steps, name)
         traces.append(line_trace(steps, shares, name.removeprefix(TASK_SHARES), color) | {"mode": "lines"})
     layout = step_layout("optimizer step", traces[0]["x"], "share", y={"range": [0, 1.02]})
-    lead = "Share of each task's prompts that is leased in a pass over the data, as task.curriculum weighs them."
+    lead = "Share of each task's prompts that is leased in a pass over the data, as data.curriculum weighs them."
     return [Plot("Curriculum", lead, traces, layout, missing=_NO_REWARD)]
 
 

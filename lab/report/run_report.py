@@ -164,7 +164,7 @@ def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
     started = history.first_time
     facts = {
         "Model": told("model", "path"),
-        "Task": told("task", "train_data"),
+        "Task": told("data", "train_data"),
         "Reward": told("task", "reward"),
         "Policy version": f"{version:,}" if num_steps is None else f"{version:,} of {num_steps:,.0f}",
         "Actors seen": f"{len(history.actors)}",

@@ -108,7 +108,7 @@ def reward_by_set(rows: Sequence[EvalRow]) -> Plot:
         rows,
         lambda row: row.sets,
         "Held-out reward by set",
-        "Mean reward of the completions of each named set of task.eval_data.",
+        "Mean reward of the completions of each named set of data.eval_data.",
         "reward",
         "No evaluation has measured a named set.",
     )

@@ -126,8 +126,8 @@ def simulate_batches(
     simulation = Simulation(
         StalenessPolicy(config.staleness, config.train),
         Evaluations(
-            interval=evaluation.interval if config.task.eval_data else 0,
-            num_prompts=evaluation.num_prompts * max(1, len(eval_sets(config.task))),
+            interval=evaluation.interval if config.data.eval_data else 0,
+            num_prompts=evaluation.num_prompts * max(1, len(eval_sets(config.data))),
             max_attempts=config.rollout.max_lease_attempts,
         ),
         source.timings,

@@ -90,7 +90,7 @@ def _head(name: str, summary: Summary, config: Config) -> PageHead:
         "Reference": _title(summary, summary.reference),
         "Time of all runs": duration(sum(run.measures.train_s for run in summary.runs)),
         "Model": config.model.path,
-        "Task": config.task.train_data,
+        "Task": config.data.train_data,
         "Objective": config.loss.objective,
         "Steps": f"{config.train.num_steps:,} of {config.train.groups_per_step} groups",
     }

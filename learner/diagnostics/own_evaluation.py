@@ -36,7 +36,7 @@ class EvaluatedCompletion(NamedTuple):
     row: dict[str, Any]
     """The prompt's row in the data."""
     data_set: str
-    """Name of its set in `task.eval_data`; empty for a prompt of no named set."""
+    """Name of its set in `data.eval_data`; empty for a prompt of no named set."""
     completion: str
     """The completion as text, without special tokens."""
     num_tokens: int

@@ -94,7 +94,7 @@ class Contract(NamedTuple):
     experts: ExpertLimits | None = None
     """The routers of a run that replays the engine's routing; None in other runs."""
     has_images: bool = False
-    """True where prompts have images (`task.image_field`)."""
+    """True where prompts have images (`data.image_field`)."""
     sources: Mapping[str, str] = {}
     """`common.user_code.functions.hash_sources` of the function that judges completions; empty where the learner lacks it."""
     join_payload: JoinPayload = JoinPayload()
@@ -124,7 +124,7 @@ def make_contract(
         canary_token_ids=canary_token_ids,
         dtype=config.model.dtype,
         hashes=hashes,
-        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         vocabulary_size=vocabulary_size,
         temperature=config.rollout.temperature,
         reward=weighted_reward(config.task),
@@ -132,7 +132,7 @@ def make_contract(
         max_message_bytes=config.hub.max_message_mb << 20,
         max_peers=max_peers,
         experts=expert_limits(config, routing),
-        has_images=bool(config.task.image_field),
+        has_images=bool(config.data.image_field),
         sources=hash_sources(config.task.environment or config.task.reward),
         join_payload=join_payload,
     )
@@ -186,7 +186,7 @@ def objection(contract: Contract, hello: Hello) -> str | None:
         objections.append(f"actor and learner differ in {listed(settings)}: give both the same config")
     if contract.has_images and not engine.takes_images:
         objections.append(
-            "the prompts of this run have images, and the actor takes none: give it the learner's task.image_field and release "
+            "the prompts of this run have images, and the actor takes none: give it the learner's data.image_field and release "
             "of offbeat"
         )
     if engine.max_model_len < contract.max_length:

@@ -37,7 +37,7 @@ class Granted(Event, frozen=True):
     epoch_size: int | None = None
     """Number of prompts of the pass `epoch`; None in logs of older programs."""
     task: str = ""
-    """Name of the prompt's task (`task.task_field`); empty where tasks are not told apart, and in logs of older programs."""
+    """Name of the prompt's task (`data.task_field`); empty where tasks are not told apart, and in logs of older programs."""
 
 
 class Accepted(Event, frozen=True):

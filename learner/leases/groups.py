@@ -112,9 +112,9 @@ class Group(NamedTuple):
     actor: str
     generate_s: float
     weight: float = 1.0
-    """Weight of the group in the loss (`task.weight_field`)."""
+    """Weight of the group in the loss (`data.weight_field`)."""
     task: str = ""
-    """Name of the task (`task.task_field`); empty where tasks are not told apart."""
+    """Name of the task (`data.task_field`); empty where tasks are not told apart."""
     ready_at: float = math.nan
     """Time at which the group was accepted, in seconds since the epoch."""
     images: tuple[ImageFile, ...] = ()
@@ -337,7 +337,7 @@ def copy_tallies(tallies: Mapping[str, Tally]) -> Tallies:
 
 
 class TaskResults(NamedTuple):
-    """One task as `task.curriculum` sees it."""
+    """One task as `data.curriculum` sees it."""
 
     num_prompts: int
     """Prompts of the task in the training data."""

@@ -61,7 +61,7 @@ class EpochAccount(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     dropped: dict[str, list[int]]
     """Prompts that will not be leased again in this pass, by reason."""
     num_left_out: int = 0
-    """Prompts that are not leased in this pass, because of the shares of their tasks (`task.curriculum`)."""
+    """Prompts that are not leased in this pass, because of the shares of their tasks (`data.curriculum`)."""
 
     @property
     def num_ended(self) -> int:

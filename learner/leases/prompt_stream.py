@@ -1,7 +1,7 @@
 """The order in which prompts are leased: endless epochs over the data, each another permutation.
 
 Prompts that were added to the end of the data join at the first epoch that has not begun. Where tasks have shares
-(`task.curriculum`), the stream leaves out turns of their prompts.
+(`data.curriculum`), the stream leaves out turns of their prompts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageFile, ImageReader
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
@@ -44,11 +44,11 @@ class Prompt(NamedTuple):
     row: str
     """The whole row as a JSON object, for the reward."""
     weight: float = 1.0
-    """Weight of its groups in the loss (`task.weight_field`)."""
+    """Weight of its groups in the loss (`data.weight_field`)."""
     task: str = ""
-    """Name of its task (`task.task_field`); empty where tasks are not told apart."""
+    """Name of its task (`data.task_field`); empty where tasks are not told apart."""
     data_set: str = ""
-    """Name of its set in `task.eval_data`; empty for a prompt of no named set."""
+    """Name of its set in `data.eval_data`; empty for a prompt of no named set."""
     images: tuple[ImageFile, ...] = ()
     """The images of the prompt, in the order of their tokens."""
 
@@ -73,7 +73,7 @@ class LoadedPrompts(NamedTuple):
 
     prompts: list[Prompt]
     num_dropped: int
-    """Rows left out because their prompt is longer than `task.max_prompt_tokens`."""
+    """Rows left out because their prompt is longer than `data.max_prompt_tokens`."""
 
     @property
     def share_dropped(self) -> float:
@@ -84,7 +84,7 @@ class LoadedPrompts(NamedTuple):
         """Return the number and share of the rows left out, in words."""
         num_rows = len(self.prompts) + self.num_dropped
         share = f"{self.num_dropped} of {num_rows} prompts ({self.share_dropped:.0%})"
-        return f"{share} are left out because they are longer than task.max_prompt_tokens"
+        return f"{share} are left out because they are longer than data.max_prompt_tokens"
 
     def first_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the first prompt as the model will see it, shortened."""
@@ -102,43 +102,49 @@ class LoadedPrompts(NamedTuple):
 
 
 def load_prompts(
-    source: str, split: str, task: TaskSection, tokenizer: PreTrainedTokenizerBase, *, setting: str = "task.train_data"
+    source: str,
+    split: str,
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    environment: str = "",
+    setting: str = "data.train_data",
 ) -> LoadedPrompts:
-    """Read and tokenize every row of `source` (see `task.train_data`).
+    """Read and tokenize every row of `source` (see `data.train_data`).
 
     `setting` is the setting that gave `source`, for errors. Images are read as the tokenizer's model reads them. Raises
-    `SettingError` for data that is missing, malformed, without the prompt field, empty, or too long where `task.long_prompts`
-    is "error". The chat template is given the tools of `task.environment`.
+    `SettingError` for data that is missing, malformed, without the prompt field, empty, or too long where `data.long_prompts`
+    is "error". The chat template is given the tools of `environment` (`task.environment`).
     """
-    task = with_tools(task)
+    data = with_tools(data, environment)
     prompts: list[Prompt] = []
     num_dropped = 0
     tasks: set[str] = set()
-    reader = ImageReader(Path(tokenizer.name_or_path)) if task.image_field else None
+    reader = ImageReader(Path(tokenizer.name_or_path)) if data.image_field else None
     folder = image_folder(source)
     for row in read_rows(source, split, setting):
         if reader is None:
-            rendered = Rendered(*render(row, task, tokenizer))
+            rendered = Rendered(*render(row, data, tokenizer))
         else:
-            rendered = render_with_images(row, task, tokenizer, reader, folder)
+            rendered = render_with_images(row, data, tokenizer, reader, folder)
         text, token_ids, images = rendered
         if len(token_ids) == 0:
-            raise SettingError("task.prompt_field", task.prompt_field, f"{row.place} has an empty prompt", "Remove the row.")
-        if len(token_ids) > task.max_prompt_tokens:
-            if task.long_prompts == "error":
+            raise SettingError("data.prompt_field", data.prompt_field, f"{row.place} has an empty prompt", "Remove the row.")
+        if len(token_ids) > data.max_prompt_tokens:
+            if data.long_prompts == "error":
                 raise SettingError(
-                    "task.max_prompt_tokens",
-                    task.max_prompt_tokens,
+                    "data.max_prompt_tokens",
+                    data.max_prompt_tokens,
                     f"the prompt of {row.place} has {len(token_ids)} tokens",
-                    'Raise the limit, or set task.long_prompts="drop" to leave such rows out.',
+                    'Raise the limit, or set data.long_prompts="drop" to leave such rows out.',
                 )
             num_dropped += 1
             continue
-        weight, name = _weight(row, task.weight_field), _task(row, task.task_field, tasks)
+        weight, name = _weight(row, data.weight_field), _task(row, data.task_field, tasks)
         prompts.append(Prompt(len(prompts), text, token_ids, row.json, weight, name, images=images))
     if not prompts:
         problem = f"all {num_dropped} prompts are too long" if num_dropped else "there are no rows"
-        raise SettingError(setting, source, problem, "Give data with at least one row of at most task.max_prompt_tokens.")
+        raise SettingError(setting, source, problem, "Give data with at least one row of at most data.max_prompt_tokens.")
     return LoadedPrompts(prompts, num_dropped)
 
 
@@ -149,7 +155,7 @@ def _weight(row: DataRow, field: str) -> float:
     # A bool is an int to Python, and no weight.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         problem = f"in {row.place} it is {weight!r}" if field in row.fields else f"{row.place} has no such field"
-        raise SettingError("task.weight_field", field, problem, "Choose a field that holds a finite number of at least 0.")
+        raise SettingError("data.weight_field", field, problem, "Choose a field that holds a finite number of at least 0.")
     return float(weight)
 
 
@@ -161,21 +167,21 @@ def _task(row: DataRow, field: str, tasks: set[str]) -> str:
     if not isinstance(name, str) or not re.match(PART_NAME, name):
         problem = f"in {row.place} it is {name!r}" if field in row.fields else f"{row.place} has no such field"
         cure = "Choose a field that holds names: a letter or '_', then letters, digits, '_', '.' and '-', at most 64."
-        raise SettingError("task.task_field", field, problem, cure)
+        raise SettingError("data.task_field", field, problem, cure)
     tasks.add(name)
     if len(tasks) > MAX_PARTS:
         problem = f"with {row.place} there are more than {MAX_PARTS} tasks"
-        raise SettingError("task.task_field", field, problem, "Choose a field with fewer names.")
+        raise SettingError("data.task_field", field, problem, "Choose a field with fewer names.")
     return name
 
 
-def load_held_out(task: TaskSection, num_prompts: int, load: Callable[[str, str], Sequence[Prompt]]) -> list[Prompt]:
-    """Return the first `num_prompts` prompts of each set in `task.eval_data`, one after another.
+def load_held_out(data: DataSection, num_prompts: int, load: Callable[[str, str], Sequence[Prompt]]) -> list[Prompt]:
+    """Return the first `num_prompts` prompts of each set in `data.eval_data`, one after another.
 
     `load(setting, source)` returns the prompts of one set.
     """
     prompts: list[Prompt] = []
-    for name, source in eval_sets(task).items():
+    for name, source in eval_sets(data).items():
         for prompt in load(eval_setting(name), source)[:num_prompts]:
             prompts.append(prompt._replace(prompt_id=len(prompts), data_set=name))
     return prompts

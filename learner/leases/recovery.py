@@ -141,7 +141,7 @@ def _require_prompts(num_before: int, num_prompts: int) -> None:
         raise SettingError(
             "run.resume",
             True,
-            f"the run was made with {num_before} prompts, and task.train_data now has {num_prompts}",
+            f"the run was made with {num_before} prompts, and data.train_data now has {num_prompts}",
             "Resume with the same data and prompt settings, or start a new run.",
         )
 
@@ -153,8 +153,8 @@ def _require_tasks(shares: Mapping[str, float], tasks: frozenset[str]) -> None:
         raise SettingError(
             "run.resume",
             True,
-            f"task.curriculum gave a share to the task {absent[0]!r}, of which task.train_data has no prompt now",
-            "Resume with task.task_field as it was, or start a new run.",
+            f"data.curriculum gave a share to the task {absent[0]!r}, of which data.train_data has no prompt now",
+            "Resume with data.task_field as it was, or start a new run.",
         )
 
 
@@ -207,7 +207,7 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
     except (KeyError, AssertionError, ValueError) as error:
         raise RecoveryError(
             f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}. If "
-            "task.train_data, task.task_field or run.seed was changed, change it back; to go on without the log's later "
+            "data.train_data, data.task_field or run.seed was changed, change it back; to go on without the log's later "
             "groups, move the folder `log` out of run.dir"
         ) from error
 
@@ -216,6 +216,6 @@ def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
     """Raise `RecoveryError` when the data has another prompt now than the one that the lease was granted for."""
     if event.prompt_hash not in (None, prompt.content_hash):
         raise RecoveryError(
-            f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of task.train_data is now: "
+            f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of data.train_data is now: "
             "its text, tokens, row or weight was changed. Change the data back, or begin a new run in another run.dir"
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.common.user_code.functions import is_function
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.protocols.payload import MAX_IMAGES
@@ -24,19 +24,19 @@ Message = dict[str, Any]
 """A message of a conversation: `role`, `content`, and whatever else the chat template knows."""
 
 
-def render(row: DataRow, task: TaskSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, NDArray[np.int32]]:
+def render(row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, NDArray[np.int32]]:
     """Return a row's prompt as text, for the reward, and as token ids, `[num_tokens]`.
 
     The text of a conversation is the content of its last message. Raises `SettingError` that names the row.
     """
-    prompt = _field(row, "task.prompt_field", task.prompt_field)
+    prompt = _field(row, "data.prompt_field", data.prompt_field)
     if isinstance(prompt, str):
-        if not task.chat_template:
+        if not data.chat_template:
             return prompt, np.asarray(tokenizer.encode(prompt), dtype=np.int32)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
-        messages = _conversation(prompt, row, task)
-    return messages[-1]["content"], _apply_template(_with_system_prompt(messages, row, task), row, task, tokenizer)
+        messages = _conversation(prompt, row, data)
+    return messages[-1]["content"], _apply_template(_with_system_prompt(messages, row, data), row, data, tokenizer)
 
 
 def _field(row: DataRow, setting: str, name: str) -> Any:
@@ -46,18 +46,18 @@ def _field(row: DataRow, setting: str, name: str) -> Any:
     return row.fields[name]
 
 
-def _conversation(prompt: object, row: DataRow, task: TaskSection) -> list[Message]:
+def _conversation(prompt: object, row: DataRow, data: DataSection) -> list[Message]:
     """Return a prompt that is a list of messages, checked; the last one must leave the answer to the model."""
     if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
         kind = "a list with other things than messages" if isinstance(prompt, list) else f"a {type(prompt).__name__}"
         cure = 'Choose a field that holds text, or a list of messages: [{"role": "user", "content": "..."}].'
-        raise SettingError("task.prompt_field", task.prompt_field, f"in {row.place} it is {kind}", cure)
-    if not task.chat_template:
+        raise SettingError("data.prompt_field", data.prompt_field, f"in {row.place} it is {kind}", cure)
+    if not data.chat_template:
         problem = f"{row.place} is a conversation, which only a chat template turns into text"
-        raise SettingError("task.chat_template", False, problem, "Set task.chat_template=true.")
+        raise SettingError("data.chat_template", False, problem, "Set data.chat_template=true.")
     if prompt[-1]["role"] == "assistant":
         problem = f"the conversation of {row.place} ends with a message of the assistant, whose turn it should be"
-        raise SettingError("task.prompt_field", task.prompt_field, problem, "Remove the last message.")
+        raise SettingError("data.prompt_field", data.prompt_field, problem, "Remove the last message.")
     # Tables hold every key of any message in each message, with null where a message lacks it.
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
@@ -66,46 +66,46 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _with_system_prompt(messages: list[Message], row: DataRow, task: TaskSection) -> list[Message]:
-    """Return the messages after the row's own system prompt, or the task's; a conversation may begin with its own."""
-    content: object = task.system_prompt
-    if task.system_prompt_field:
-        content = _field(row, "task.system_prompt_field", task.system_prompt_field) or content
+def _with_system_prompt(messages: list[Message], row: DataRow, data: DataSection) -> list[Message]:
+    """Return the messages after the row's own system prompt, or that of the settings; a conversation may begin with its own."""
+    content: object = data.system_prompt
+    if data.system_prompt_field:
+        content = _field(row, "data.system_prompt_field", data.system_prompt_field) or content
     if not isinstance(content, str):
         problem = f"in {row.place} it is a {type(content).__name__}"
-        raise SettingError("task.system_prompt_field", task.system_prompt_field, problem, "Choose a field that holds text.")
+        raise SettingError("data.system_prompt_field", data.system_prompt_field, problem, "Choose a field that holds text.")
     if not content or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": content}, *messages]
 
 
 def _apply_template(
-    messages: list[Message], row: DataRow, task: TaskSection, tokenizer: PreTrainedTokenizerBase
+    messages: list[Message], row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> NDArray[np.int32]:
     if tokenizer.chat_template is None:
-        raise SettingError("task.chat_template", True, "the tokenizer has no chat template", "Set task.chat_template=false.")
+        raise SettingError("data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false.")
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **_template_arguments(row, task)
+            messages, tokenize=False, add_generation_prompt=True, **_template_arguments(row, data)
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         problem = f"the template refuses the prompt of {row.place} ({error})"
-        raise SettingError("task.chat_template", True, problem, "Correct the messages or the template's arguments.") from error
+        raise SettingError("data.chat_template", True, problem, "Correct the messages or the template's arguments.") from error
     assert isinstance(rendered, str)
     # The template has put the special tokens into the text already.
     return np.asarray(tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
 
 
-def _template_arguments(row: DataRow, task: TaskSection) -> dict[str, Any]:
-    """Return the task's arguments of the template with the row's own over them."""
-    field = task.template_arguments_field
+def _template_arguments(row: DataRow, data: DataSection) -> dict[str, Any]:
+    """Return the settings' arguments of the template with the row's own over them."""
+    field = data.template_arguments_field
     if not field:
-        return task.template_arguments
-    own = _field(row, "task.template_arguments_field", field)
+        return data.template_arguments
+    own = _field(row, "data.template_arguments_field", field)
     if not isinstance(own, dict | None):
         problem = f"in {row.place} it is a {type(own).__name__}"
-        raise SettingError("task.template_arguments_field", field, problem, "Choose a field that holds an object.")
-    return {**task.template_arguments, **(own or {})}
+        raise SettingError("data.template_arguments_field", field, problem, "Choose a field that holds an object.")
+    return {**data.template_arguments, **(own or {})}
 
 
 class Rendered(NamedTuple):
@@ -126,18 +126,18 @@ def image_folder(source: str) -> Path | None:
 
 
 def render_with_images(
-    row: DataRow, task: TaskSection, tokenizer: PreTrainedTokenizerBase, reader: ImageReader, folder: Path | None
+    row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase, reader: ImageReader, folder: Path | None
 ) -> Rendered:
     """Return a row's prompt with its images; raise `SettingError` that names the row where it cannot be used."""
     placeholder = "".join(tokenizer.convert_ids_to_tokens(list(reader.placeholder_ids)))
-    prompt = _replaced(row.fields.get(task.prompt_field), MARKER, placeholder)
-    marked = row._replace(fields=row.fields | {task.prompt_field: prompt}) if task.prompt_field in row.fields else row
-    text, token_ids = render(marked, task, tokenizer)
-    images = _read_images(row, task.image_field, reader, folder)
+    prompt = _replaced(row.fields.get(data.prompt_field), MARKER, placeholder)
+    marked = row._replace(fields=row.fields | {data.prompt_field: prompt}) if data.prompt_field in row.fields else row
+    text, token_ids = render(marked, data, tokenizer)
+    images = _read_images(row, data.image_field, reader, folder)
     is_image = token_ids == reader.image_token_id
     if int(is_image.sum()) != len(images):
         problem = f"the prompt of {row.place} has {int(is_image.sum())} places for images, and the row names {len(images)}"
-        raise SettingError(SETTING, task.image_field, problem, f"Write {MARKER} in the prompt once for each image.")
+        raise SettingError(SETTING, data.image_field, problem, f"Write {MARKER} in the prompt once for each image.")
     lengths = np.ones(len(token_ids), dtype=np.int64)
     lengths[is_image] = [image.num_tokens for image in images]
     return Rendered(text.replace(placeholder, MARKER), np.repeat(token_ids, lengths), images)

@@ -109,7 +109,7 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
 
 def _load(setting: str, path: str, config: Config) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    kind = AutoModelForImageTextToText if config.task.image_field else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if config.data.image_field else AutoModelForCausalLM
     try:
         policy = kind.from_pretrained(path, dtype=tensor_dtype(config.model.dtype))
     except (OSError, ValueError, KeyError, SafetensorError) as error:

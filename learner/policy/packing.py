@@ -90,7 +90,7 @@ class Pack(NamedTuple):
     experts: Tensor | None = None
     """Experts that routers are to choose for each input, `[num_inputs, layers, top_k]` integers; None: let them choose."""
     images: PackedImages | None = None
-    """Images of the prompts; None in a run without `task.image_field`. With images there are positions in three dimensions,
+    """Images of the prompts; None in a run without `data.image_field`. With images there are positions in three dimensions,
     `[3, num_inputs]`."""
 
     @property

@@ -157,7 +157,7 @@ def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptH
     check_run_folder(config.run)
     if config.run.resume:
         require_own_log(folder, identity.run_id)
-    may_append = config.task.appended_data == "allow"
+    may_append = config.data.appended_data == "allow"
     changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
@@ -181,7 +181,7 @@ def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequen
     folder, has_log = Path(config.run.dir), config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
     log = open_log(folder, run_id, config.log, state)
-    may_append = config.task.appended_data == "allow"
+    may_append = config.data.appended_data == "allow"
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
     if config.run.resume:
         report_resumed(recovered, trainer.policy_version, record)
@@ -389,8 +389,8 @@ def recover_run(
     )
     appended = recovered.appended
     if appended is not None and not may_append:
-        problem = f"the run was made with {appended.num_before} prompts, and task.train_data now has {appended.num_prompts}"
-        raise SettingError("task.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")
+        problem = f"the run was made with {appended.num_before} prompts, and data.train_data now has {appended.num_prompts}"
+        raise SettingError("data.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")
     return recovered
 
 
@@ -407,7 +407,7 @@ def report_resumed(recovered: Recovered, policy_version: int, record: Recorder) 
     if (appended := recovered.appended) is not None:
         num_new = appended.num_prompts - appended.num_before
         detail = (
-            f"{num_new} prompts were added to the end of the {appended.num_before} of task.train_data; they are leased from "
+            f"{num_new} prompts were added to the end of the {appended.num_before} of data.train_data; they are leased from "
             f"epoch {appended.epoch} on"
         )
         logger.warning(detail)
@@ -415,7 +415,7 @@ def report_resumed(recovered: Recovered, policy_version: int, record: Recorder) 
             EventRow(
                 event="data_appended",
                 detail=detail,
-                setting="task.train_data",
+                setting="data.train_data",
                 before=str(appended.num_before),
                 after=str(appended.num_prompts),
             )

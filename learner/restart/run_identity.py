@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("offbeat", "torch", "deepspeed", "transformers")
 """The packages that a result depends on."""
-TRAIN_PROMPTS = "task.train_data: prompts"
+TRAIN_PROMPTS = "data.train_data: prompts"
 
 PromptHashes = NDArray[np.uint64]
 """`[num_prompts]`: `Prompt.content_hash` of each, in their order."""
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, evaluation: PromptHashes) -> RunIdentity:
     """Return the identity of a run on this machine; `hashes` are those of `model.path`."""
-    loss, kl, task, reward = config.loss, config.kl, config.task, config.reward
+    loss, kl, data, task, reward = config.loss, config.kl, config.data, config.task, config.reward
     contents = {
         "model.path: config": hashes.config,
         "model.path: weight files": hash_weights(resolve_model(config.model.path)),
@@ -70,9 +70,9 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "model.path: chat template": hashes.chat_template,
         "kl.reference: weight files": hash_weights(resolve_model(kl.reference)) if kl.reference else None,
         TRAIN_PROMPTS: _digest(train),
-        "task.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
-        "task.train_data: source files": _hash_sources(task.train_data),
-        "task.curriculum: source files": _hash_sources(task.curriculum),
+        "data.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
+        "data.train_data: source files": _hash_sources(data.train_data),
+        "data.curriculum: source files": _hash_sources(data.curriculum),
         "task.environment: source files": _hash_sources(task.environment),
         "task.reward: source files": _hash_sources(task.reward),
         "reward.length_penalty: source files": _hash_sources(reward.length_penalty),
@@ -147,7 +147,7 @@ def require_same_run(
     """Return the differences that a resumed run may have; raise `SettingError` where it has one that it may not.
 
     `hashes_before` are those of the run's training prompts, None where they are not known any more. `hashes` may have more
-    behind them with `may_append` (`task.appended_data`).
+    behind them with `may_append` (`data.appended_data`).
     """
     changes = compare(before, after)
     refused = [change for change in changes if OUTCOMES[change.name] == "refused"]
@@ -159,11 +159,11 @@ def require_same_run(
     first, *others = refused
     setting, is_content, content = first.name.partition(": ")
     if first.name == TRAIN_PROMPTS:
-        given = after.settings["task.train_data"].strip('"')
+        given = after.settings["data.train_data"].strip('"')
         cure = "Let the function return the rows as it did" if is_function(given) else "Give the data as it was"
         if grown_from is not None:
             hashes_before = grown_from
-            cure += ", or set task.appended_data=allow,"
+            cure += ", or set data.appended_data=allow,"
         problem = f"these are not the prompts that the run was made with: {describe_prompts(hashes_before, hashes)}"
     elif is_content:
         problem = f"{content}: not as the run was made with (hash {first.before}, now {first.after})"

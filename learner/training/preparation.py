@@ -88,7 +88,7 @@ class Preparation:
         self._is_prompt_mean = objective.aggregation == "prompt-mean-token-mean"
         self._advantage = make_advantage_rule(config.advantage)
         self._shaping = make_reward_shaping(config.reward, max_new_tokens=config.rollout.max_new_tokens)
-        has_images = bool(config.task.image_field)
+        has_images = bool(config.data.image_field)
         self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
 
     def make_rows(

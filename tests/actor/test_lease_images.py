@@ -54,7 +54,7 @@ def test_tokens_must_be_those_of_the_images(reader: ImageReader) -> None:
 
 
 def test_actor_without_images_refuses_them() -> None:
-    with pytest.raises(ImageError, match=r"takes no images: give it the learner's task\.image_field"):
+    with pytest.raises(ImageError, match=r"takes no images: give it the learner's data\.image_field"):
         read_images(lease_of(*FILES), [5], b"".join(FILES), None)
 
 

@@ -32,11 +32,11 @@ from offbeat.common.records.rows import GroupRow, StepRow
 from offbeat.common.settings.config import (
     ActorSection,
     Config,
+    DataSection,
     HubSection,
     MetricsSection,
     ModelSection,
     RolloutSection,
-    TaskSection,
 )
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
@@ -206,7 +206,7 @@ def _engine_config(folder: Path) -> Config:
     # Every reward is 0, so the policy does not change and both modes sample from one distribution of lengths.
     return Config(
         model=ModelSection(path=str(folder / "model"), dtype="float32", max_length=272),
-        task=TaskSection(train_data=str(folder / "train.jsonl"), max_prompt_tokens=16),
+        data=DataSection(train_data=str(folder / "train.jsonl"), max_prompt_tokens=16),
         rollout=RolloutSection(group_size=GROUP_SIZE, max_new_tokens=256),
         # Micro-batches are small, because padding would dominate one of all 64 completions.
         train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP, micro_batch_tokens=2048),

@@ -83,8 +83,8 @@ def collect(out: Path, model: str, dtype: str, seed: int) -> None:
         ensure(folder, MIXTURE)
         settings += [
             f"model.path={folder}/model",
-            f"task.train_data={folder}/train.jsonl",
-            f"task.eval_data={folder}/eval.jsonl",
+            f"data.train_data={folder}/train.jsonl",
+            f"data.eval_data={folder}/eval.jsonl",
         ]
     config = CONFIGS[model]
     command = [sys.executable, "-m", "offbeat.deploy.cli.main", "calibrate", *([config] if config else []), *settings]

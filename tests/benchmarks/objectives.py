@@ -38,7 +38,7 @@ from torch import Tensor
 from offbeat.actor.rewards.functions import exact_match
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.settings.checks import check
-from offbeat.common.settings.config import Config, TaskSection
+from offbeat.common.settings.config import Config, DataSection
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.settings.loading import load
 from offbeat.common.weights.flat import WeightBuffer
@@ -188,7 +188,7 @@ def train(run: Run) -> Result:
 
     started = time.process_time()
     config = make_config(run)
-    task = _load_task(config.model.path, config.task)
+    task = _load_task(config.model.path, config.data)
     sampler = Sampler(config, task.tokenizer)
     # Not the one that groups are sampled with: evaluating changes nothing about training.
     generator = torch.Generator().manual_seed(2 * run.seed + 1)
@@ -226,12 +226,12 @@ def make_config(run: Run) -> Config:
 
 
 @functools.cache
-def _load_task(model: str, task: TaskSection) -> Task:
+def _load_task(model: str, data: DataSection) -> Task:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
-    held_out = load_prompts(eval_sets(task)[""], task.eval_split, task, tokenizer, setting="task.eval_data").prompts
+    prompts = load_prompts(data.train_data, data.train_split, data, tokenizer).prompts
+    held_out = load_prompts(eval_sets(data)[""], data.eval_split, data, tokenizer, setting="data.eval_data").prompts
     return Task(tokenizer, prompts, held_out)
 
 

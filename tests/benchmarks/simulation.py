@@ -40,12 +40,12 @@ from offbeat.common.records.writer import ROWS_FILE, MetricsWriter, read_rows
 from offbeat.common.settings.config import (
     ActorSection,
     Config,
+    DataSection,
     LaunchSection,
     ModelSection,
     RolloutSection,
     RunSection,
     StalenessSection,
-    TaskSection,
 )
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import load, resolved_toml
@@ -187,7 +187,7 @@ def make_socket_run(folder: Path, setting: Setting) -> None:
     config = Config(
         run=RunSection(dir=str(folder)),
         model=ModelSection(path="sleeping"),
-        task=TaskSection(train_data="nothing"),
+        data=DataSection(train_data="nothing"),
         rollout=RolloutSection(group_size=GROUP_SIZE),
         staleness=StalenessSection(max_staleness=setting.max_staleness),
         train=TrainSection(num_steps=SOCKET_STEPS, groups_per_step=GROUPS_PER_STEP),

@@ -50,7 +50,7 @@ def measure(connection: Connection) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from offbeat.common.settings.completion import complete
-    from offbeat.common.settings.config import Config, ModelSection, TaskSection
+    from offbeat.common.settings.config import Config, DataSection, ModelSection
     from offbeat.common.settings.learning_sections import TrainSection
     from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
     from offbeat.common.weights.memory import map_bytes
@@ -62,7 +62,7 @@ def measure(connection: Connection) -> None:
     torch.set_num_threads(1)
     train = TrainSection(zero_stage=stage, groups_per_step=2)
     model = ModelSection(path=f"{folder}/model", dtype="bfloat16")
-    trainer = Trainer(complete(Config(model=model, task=TaskSection(train_data=""), train=train)))
+    trainer = Trainer(complete(Config(model=model, data=DataSection(train_data=""), train=train)))
     layout = trainer.layout()
     own = WeightBuffer(layout)
     # On the other rank it is of no use.

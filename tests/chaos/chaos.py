@@ -71,7 +71,7 @@ SETTINGS = (
     "log.segment_mb=1",
     "log.retain_mb=100000",
     "log.min_free_mb=16",
-    "task.appended_data=allow",
+    "data.appended_data=allow",
     # Less than the notice of a preemption.
     "actor.leave_within_s=2",
     "launch.num_actors=1",
@@ -202,16 +202,16 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         learner_key=f"{work}/keys/learner.pub",
         allowed_keys=f"{work}/keys/{ALLOWED_KEYS}",
     )
-    task = config.task
+    data_settings, task = config.data, config.task
     if is_quickstart:
         data = work / "train.jsonl"
-        rows = Path(task.train_data).read_text().splitlines(keepends=True)
+        rows = Path(config.data.train_data).read_text().splitlines(keepends=True)
         data.write_text("".join(rows[:NUM_PROMPTS]))
         data.with_name(MORE_DATA).write_text("".join(rows[NUM_PROMPTS : NUM_PROMPTS + NUM_MORE]))
-        task = replace(task, train_data=str(data), reward=REWARD)
+        data_settings, task = replace(config.data, train_data=str(data)), replace(task, reward=REWARD)
     if site.tools is not None:
         task = replace(task, environment=ENVIRONMENT)
-    config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
+    config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, data=data_settings, task=task)
     write_private(site.config_file, resolved_toml(config, with_secrets=True))
     return site._replace(config=config)
 

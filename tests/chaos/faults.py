@@ -486,7 +486,7 @@ def _resume_with_changes(scene: Scene) -> Committed:
     data = scene.run.parent / "reversed.jsonl"
     data.write_text("".join(reversed(scene.train_data.read_text().splitlines(keepends=True))))
     with _learner_killed(scene):
-        violations = _try_refused(scene, "task.train_data", "a resume with reversed data", f"task.train_data={data}")
+        violations = _try_refused(scene, "data.train_data", "a resume with reversed data", f"data.train_data={data}")
     return Committed("killed the learner and resumed with reversed data", violations=tuple(violations))
 
 

@@ -321,7 +321,7 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     started = time.monotonic()
     watch = Watch(site.run / ROWS_FILE)
     services = Services(site, watch, stop)
-    data = Path(site.config.task.train_data)
+    data = Path(site.config.data.train_data)
     scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, data, site.hub_port, site.tools)
     strikes: list[Strike] = []
     violations: list[str] = []

@@ -79,7 +79,7 @@ class Sleepers:
             self.processes[target] = subprocess.Popen([sys.executable, "-c", child], process_group=0)
         self.states: list[str] = []
         """The learner's states, seen during each pause."""
-        self.attempt = Attempt(2, "error: run.dir: another learner; task.train_data: another order")
+        self.attempt = Attempt(2, "error: run.dir: another learner; data.train_data: another order")
         """The end of every learner that is tried."""
         self.tried: list[tuple[str, ...]] = []
         self.found: list[Target] = []

@@ -60,7 +60,7 @@ def test_second_learner_comes_when_the_first_has_written_its_settings(
 
 def test_resume_with_reversed_rows_is_tried_while_the_launcher_stands_still(scene: Scene, started: Sleepers) -> None:
     assert commit(fault("resume with changes"), scene).violations == ()
-    assert started.tried == [(f"task.train_data={scene.run.parent / 'reversed.jsonl'}",)]
+    assert started.tried == [(f"data.train_data={scene.run.parent / 'reversed.jsonl'}",)]
     assert (scene.run.parent / "reversed.jsonl").read_text() == "second\nfirst\n"
     assert processes.has_ended(started.find("learner"))
     stat = Path(f"/proc/{started.find('launcher')}/stat").read_text()

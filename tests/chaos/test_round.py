@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.settings.config import Config, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection
 from tests.chaos import round as chaos_round
 from tests.chaos.faults import Clock
 from tests.chaos.network import Proxy
@@ -17,7 +17,7 @@ from tests.chaos.schedule import Fault
 def test_fault_that_comes_when_the_learner_has_ended_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that end by themselves, and no learner among them."""
     monkeypatch.setattr(chaos_round, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(0.5)"))
-    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data=str(tmp_path / "train.jsonl")))
+    config = Config(model=ModelSection(path="model"), data=DataSection(train_data=str(tmp_path / "train.jsonl")))
     network = Proxy()
     (tmp_path / "run").mkdir()
     site = Site(tmp_path / "run", config, tmp_path / "run.toml", tmp_path, 0, network, Clock(tmp_path), None, None, None, {})

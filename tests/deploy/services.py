@@ -174,7 +174,8 @@ def write_config(folder: Path, model_path: Path, **sections: dict[str, Any]) -> 
     config: dict[str, dict[str, Any]] = {
         "run": {"dir": "run"},
         "model": {"path": str(model_path), "dtype": "float32", "max_length": 64},
-        "task": {"train_data": str(folder / "train.jsonl"), "max_prompt_tokens": 8, "reward": "my_reward:digits"},
+        "data": {"train_data": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
+        "task": {"reward": "my_reward:digits"},
         "rollout": {"group_size": 4, "max_new_tokens": 16, "lease_timeout_s": 60.0},
         "train": {"num_steps": 6, "groups_per_step": 4, "learning_rate": 1e-3},
         "hub": {"address": f"tcp://127.0.0.1:{free_port()}", "dead_after_s": 10.0},

@@ -163,14 +163,14 @@ def test_rows_added_to_the_data_are_trained_on_from_the_next_epoch_on(
     data = tmp_path / "train.jsonl"
     rows = data.read_text().splitlines(keepends=True)
     data.write_text("".join([*rows, *rows[:8]]))
-    resumed = services.start("train", config, "run.resume=true", "task.appended_data=allow", log="resumed")
+    resumed = services.start("train", config, "run.resume=true", "data.appended_data=allow", log="resumed")
     assert services.wait(resumed, "resumed") == 0, services.output("resumed")
     (appended,) = [row for row in services.rows("run", "event") if row["event"] == "data_appended"]
     assert (appended["before"], appended["after"]) == ("64", "72")
     first = int(appended["detail"].removesuffix(" on").rpartition(" ")[2])
     assert first > 0
     changes = [row["setting"] for row in services.rows("run", "event") if row["event"] == "resumed_with_changes"]
-    assert changes == ["task.appended_data", "task.train_data: prompts"]
+    assert changes == ["data.appended_data", "data.train_data: prompts"]
     sizes = {row["epoch"]: row["num_trained"] for row in services.rows("run", "epoch")}
     assert sizes == {epoch: 64 if epoch < first else 72 for epoch in range(2)}
     checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))

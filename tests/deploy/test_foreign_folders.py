@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.common.records.rows import FinalRow, StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection, TaskSection
 from offbeat.common.settings.loading import resolved_toml
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,8 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Pa
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     config = Config(
         model=ModelSection(path=str(tiny_model), dtype="float32", max_length=32),
-        task=TaskSection(train_data="train.jsonl", max_prompt_tokens=8, reward="my_reward:reward"),
+        data=DataSection(train_data="train.jsonl", max_prompt_tokens=8),
+        task=TaskSection(reward="my_reward:reward"),
         rollout=RolloutSection(max_new_tokens=8),
     )
     (tmp_path / "run.toml").write_text(resolved_toml(config))

@@ -89,9 +89,9 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "reversed.jsonl").write_text("".join(reversed(rows)))
     before = (tmp_path / "run" / "config.toml").read_text()
-    changed = services.start("learner", config, "run.resume=true", "task.train_data=reversed.jsonl", log="changed")
+    changed = services.start("learner", config, "run.resume=true", "data.train_data=reversed.jsonl", log="changed")
     assert services.wait(changed, "changed") == 2, services.output("changed")
-    assert "task.train_data" in services.output("changed").splitlines()[-1]
+    assert "data.train_data" in services.output("changed").splitlines()[-1]
     assert "the 64 prompts are in another order" in services.output("changed").splitlines()[-1]
     assert (tmp_path / "run" / "config.toml").read_text() == before
     learner = services.start("learner", config, "run.resume=true", "weights.bucket_mb=4")

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.common.records.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
 from offbeat.common.records.writer import MetricsWriter
-from offbeat.common.settings.config import Config, RunSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, RunSection
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.audit import (
     NOTHING_LOST,
@@ -355,7 +355,7 @@ def find(checks: Sequence[Check], claim: str) -> Check:
 
 def write_run(folder: Path, data: Path, events: Sequence[LeaseEvent]) -> Path:
     rows(folder, final_row(2, LedgerSums(leased=8, trained=4, dropped={"stale": 1}, expired=1, in_flight=2)))
-    config = Config(run=RunSection(dir=str(folder), seed=SEED), task=TaskSection(train_data=str(data)))
+    config = Config(run=RunSection(dir=str(folder), seed=SEED), data=DataSection(train_data=str(data)))
     (folder / "config.toml").write_text(resolved_toml(config))
     log = RolloutLog(folder / "log", run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     arrays = (np.array([1, 2], dtype=np.int32), np.array([-0.5, -1.0], dtype=np.float32))

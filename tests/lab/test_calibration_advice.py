@@ -56,7 +56,7 @@ def test_large_noise_of_a_quantized_engine_is_told_with_settings_that_keep_it_ou
     assert calibration.recommended.low > 0.1
     assert "The engine's noise is large: it needs a band beyond 0.05, 0.05, the widest default" in text
     assert all(setting.split("=")[1] in text for setting in CURE)
-    check(load(None, ["model.path=m", "task.train_data=d", *CURE]))
+    check(load(None, ["model.path=m", "data.train_data=d", *CURE]))
 
 
 def test_noise_is_kept_out_of_the_ratio_of_an_objective_that_weighs_by_the_engines_itself(tiny_model: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from offbeat.common.settings.config import Config, TaskSection
+from offbeat.common.settings.config import Config, DataSection
 from offbeat.lab.audit import NOTHING_LOST, audit_log
 from offbeat.lab.prompt_order import PromptAudit
 from offbeat.learner.leases.events import LeaseEvent
@@ -63,7 +63,7 @@ def test_audit_of_a_log_has_the_claim(tmp_path: Path) -> None:
     for event in (GOOD[0], replace(trained(0, 0), prompt_hashes=(99,))):
         log.append(event)
     log.close()
-    config = Config(task=TaskSection(train_data="absent.jsonl"))
+    config = Config(data=DataSection(train_data="absent.jsonl"))
     (check,) = [check for check in audit_log(tmp_path, config, None, NOTHING_LOST) if "prompt is the one" in check.claim]
     assert check.claim == "each trained group's prompt is the one that was leased"
     assert len(check.violations) == 1

@@ -10,7 +10,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import Config, ModelSection, RunSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, RunSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
@@ -55,7 +55,7 @@ class Run:
         (folder / "data.jsonl").write_text('{"prompt": "01"}\n{"prompt": "23"}\n{"prompt": "45"}\n{"prompt": "67"}\n')
         config = Config(
             model=ModelSection(path=str(folder / "model")),
-            task=TaskSection(train_data=str(folder / "data.jsonl"), chat_template=False),
+            data=DataSection(train_data=str(folder / "data.jsonl"), chat_template=False),
             run=RunSection(dir=str(folder)),
             train=TrainSection(groups_per_step=1, steps_per_batch=2),
         )
@@ -166,8 +166,8 @@ def test_prompt_that_the_data_has_no_more_under_its_id_is_not_shown(run: Run) ->
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.folder / "model")
-    task = load(run.folder / "config.toml").task
-    before = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
+    data = load(run.folder / "config.toml").data
+    before = load_prompts(data.train_data, data.train_split, data, tokenizer).prompts
     run.group(4, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
     run.group(5, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
     run.log.append(trained(4, 4, 5))
@@ -175,7 +175,7 @@ def test_prompt_that_the_data_has_no_more_under_its_id_is_not_shown(run: Run) ->
 
 
 def test_run_without_a_log_says_that_there_is_nothing_to_read(tmp_path: Path) -> None:
-    text = resolved_toml(Config(model=ModelSection(path="model"), task=TaskSection(train_data="d.jsonl")))
+    text = resolved_toml(Config(model=ModelSection(path="model"), data=DataSection(train_data="d.jsonl")))
     (tmp_path / "config.toml").write_text(text.replace("[log]\nenabled = true", "[log]\nenabled = false"))
     with pytest.raises(SettingError, match=r"no rollout log, so there is nothing to read.*log.enabled=true"):
         read_samples(tmp_path, SamplesRequest())

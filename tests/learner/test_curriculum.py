@@ -85,7 +85,7 @@ def test_run_begins_with_the_shares_of_a_function_that_has_seen_nothing(log: Wil
 def test_function_that_fails_at_the_start_ends_it() -> None:
     desk = make_desk()
     with pytest.raises(SettingError, match="no weights"):
-        make_curriculum(desk, Weigher(SettingError("task.curriculum", "mine:weigh", "no weights", "Return some."))).begin(0)
+        make_curriculum(desk, Weigher(SettingError("data.curriculum", "mine:weigh", "no weights", "Return some."))).begin(0)
 
 
 def test_results_of_a_batch_change_what_is_leased_after_it(log: WillingLog) -> None:
@@ -115,12 +115,12 @@ def test_function_that_fails_leaves_the_shares_and_is_told_and_counted() -> None
     weigher = Weigher(EASY)
     curriculum = make_curriculum(desk, weigher)
     curriculum.begin(0)
-    weigher.outcome = SettingError("task.curriculum", "mine:weigh", "it raised KeyError", "Correct it.")
+    weigher.outcome = SettingError("data.curriculum", "mine:weigh", "it raised KeyError", "Correct it.")
     for version in (1, 2):
         curriculum.observe(version)
         finish(curriculum)
     assert [row.policy_version for row in desk.events("curriculum_failed")] == [1, 2]
-    assert "stay as they are: task.curriculum" in desk.events("curriculum_failed")[0].detail
+    assert "stay as they are: data.curriculum" in desk.events("curriculum_failed")[0].detail
     assert curriculum.shares() == EASY
     weigher.outcome = HARD
     curriculum.observe(3)
@@ -218,5 +218,5 @@ def test_pass_ends_with_the_prompts_that_were_left_out_counted() -> None:
 
 def test_run_whose_tasks_are_gone_is_not_resumed(log: WillingLog) -> None:
     make_curriculum(make_desk(log), Weigher(EASY)).begin(0)
-    with pytest.raises(SettingError, match=r"gave a share to the task 'easy'.*task\.task_field as it was"):
+    with pytest.raises(SettingError, match=r"gave a share to the task 'easy'.*data\.task_field as it was"):
         recover(None, read_log(log.folder), lambda _: None, make_prompts(8, "train", ("other",)), seed=0)

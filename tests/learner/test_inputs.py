@@ -14,6 +14,7 @@ from offbeat.common.models.folders import WEIGHT_FILES, hash_model
 from offbeat.common.settings.config import (
     ActorSection,
     Config,
+    DataSection,
     HubSection,
     JudgeSection,
     ModelSection,
@@ -29,13 +30,14 @@ from offbeat.protocols.messages import TensorSpec
 
 CONFIG = Config(
     model=ModelSection(path="/models/secret-project", dtype="float32"),
-    task=TaskSection(train_data="/data/train.jsonl", reward="mine:digits"),
+    data=DataSection(train_data="/data/train.jsonl"),
+    task=TaskSection(reward="mine:digits"),
     rollout=RolloutSection(temperature=0.7),
     judge=JudgeSection(url="http://judge/v1", model="m", key_env="JUDGE_KEY", cache="/cache", options={"api_key": "sk-1"}),
     actor=ActorSection(name="a", engine_options={"hf_token": "hf-1", "max_num_seqs": 8}),
     hub=HubSection(address="tcp://10.0.0.1:5700", key="/keys/learner.key", heartbeat_s=0.5),
 )
-NO_PATHS = {"task.image_field", "task.train_split", "task.eval_split", "log.segment_mb"}
+NO_PATHS = {"data.image_field", "data.train_split", "data.eval_split", "log.segment_mb"}
 """Settings whose texts speak of files and folders, and that name none."""
 
 
@@ -71,7 +73,7 @@ def config_with_model(tiny_model: Path, tmp_path: Path, **changes: object) -> Co
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "ÄÖÜ", "answer": ""}))
-    return Config(model=ModelSection(path=str(folder)), task=TaskSection(train_data=str(tmp_path / "train.jsonl")))
+    return Config(model=ModelSection(path=str(folder)), data=DataSection(train_data=str(tmp_path / "train.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_prompts_of_unknown_tokens_are_warned_about_with_the_first(
 ) -> None:
     load_inputs(config_with_model(tiny_model, tmp_path))
     assert (
-        "task.train_data: the tokenizer does not know 100% of the prompts' tokens; the first prompt as tokens: '" in caplog.text
+        "data.train_data: the tokenizer does not know 100% of the prompts' tokens; the first prompt as tokens: '" in caplog.text
     )
 
 

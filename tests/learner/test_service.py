@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EvalRow, Recorder, Row, row_fields
-from offbeat.common.settings.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection, RunSection, WeightsSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner import service
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers
@@ -255,7 +255,7 @@ class Bench:
         self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
         self.config = Config(
             model=ModelSection(path="model"),
-            task=TaskSection(train_data="data.jsonl"),
+            data=DataSection(train_data="data.jsonl"),
             run=RunSection(dir="run", grace_s=grace_s),
             rollout=RolloutSection(lease_timeout_s=10.0),
             weights=WeightsSection(interval=publish_interval),

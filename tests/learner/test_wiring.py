@@ -13,7 +13,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import FinalRow, Row
 from offbeat.common.settings.completion import complete
-from offbeat.common.settings.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.settings.config import Config, DataSection, HubSection, ModelSection, RunSection, WeightsSection
 from offbeat.learner.hub import publish_address
 from offbeat.learner.inputs import load_inputs
 from offbeat.learner.leases.events import Weighed
@@ -34,7 +34,7 @@ NO_HASHES = np.empty(0, np.uint64)
 def config_with(*, run_dir: str = "run", **weights: str | int) -> Config:
     return Config(
         model=ModelSection(path="model"),
-        task=TaskSection(train_data="data.jsonl"),
+        data=DataSection(train_data="data.jsonl"),
         run=RunSection(dir=run_dir),
         hub=HubSection(address="tcp://learner:5555", bind="tcp://0.0.0.0:5555"),
         weights=WeightsSection(**weights),  # pyright: ignore[reportArgumentType]
@@ -117,7 +117,7 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
             config_with(run_dir=str(tmp_path / "run")),
             hub=HubSection(address="tcp://127.0.0.1:5555"),
             model=ModelSection(path=str(tiny_model), max_length=32),
-            task=TaskSection(train_data=str(data), reward="exact_match", task_field="task", curriculum="wired_levels:weigh"),
+            data=DataSection(train_data=str(data), task_field="task", curriculum="wired_levels:weigh"),
         )
     )
     rows: list[Row] = []

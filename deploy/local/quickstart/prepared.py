@@ -200,13 +200,13 @@ def _names(config: Config, recipe: Recipe) -> bool:
 
 
 def _replace(config: Config, placeholder: str, folder: str) -> Config:
-    task = config.task
+    data = config.data
     # Named sets are the user's own.
-    eval_data = task.eval_data.replace(placeholder, folder) if isinstance(task.eval_data, str) else task.eval_data
+    eval_data = data.eval_data.replace(placeholder, folder) if isinstance(data.eval_data, str) else data.eval_data
     return replace(
         config,
         model=replace(config.model, path=config.model.path.replace(placeholder, folder)),
-        task=replace(task, train_data=task.train_data.replace(placeholder, folder), eval_data=eval_data),
+        data=replace(data, train_data=data.train_data.replace(placeholder, folder), eval_data=eval_data),
     )
 
 

@@ -12,7 +12,7 @@ from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageFile, ImageReader, hash_image
-from offbeat.common.settings.config import Config, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.loading import load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -68,7 +68,7 @@ def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.Fix
     start, token, end = reader.placeholder_ids
     prompt = [5, start, *[token] * files[0].num_tokens, end, 6, 7, start, *[token] * files[1].num_tokens, end, 8]
 
-    module = load_policy(Config(model=ModelSection(path=str(folder), dtype="float32"), task=TaskSection(image_field="image")))
+    module = load_policy(Config(model=ModelSection(path=str(folder), dtype="float32"), data=DataSection(image_field="image")))
     engine = make_engine("vllm", str(folder), **OPTIONS, images=reader)
     try:
         assert engine.info.takes_images

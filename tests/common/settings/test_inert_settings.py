@@ -6,7 +6,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check, check_before_run
 from offbeat.common.settings.loading import load, resolved_toml
 
-GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+GOOD = ("model.path=some/model", "data.train_data=train.jsonl")
 
 INERT = {
     "advantage.turns=to_go": ["task.environment names no function", "set task.environment"],

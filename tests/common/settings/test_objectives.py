@@ -16,7 +16,7 @@ from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.common.settings.objective_checks import objective_warnings
 from offbeat.common.settings.objectives import DEFAULTS, defaults_of, objective_parameters, parse_objective
 
-GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+GOOD = ("model.path=some/model", "data.train_data=train.jsonl")
 
 
 def test_every_correction_has_its_defaults() -> None:
@@ -272,8 +272,8 @@ REFUSALS = [
     Refusal(["loss.correction=opsm + opsm(1)"], ["there twice"]),
     Refusal(["loss.anchor=decoupled", "loss.correction=opsm", "loss.normalize_correction=true"], ["no weights to divide"]),
     Refusal(["loss.correction=token_tis", "loss.normalize_correction=true"], ['loss.anchor="decoupled"']),
-    Refusal(["task.curriculum=mine:f"], ["no field names the task of a row", "Set task.task_field"]),
-    Refusal(["evaluation.function=mine:f", "task.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
+    Refusal(["data.curriculum=mine:f"], ["no field names the task of a row", "Set data.task_field"]),
+    Refusal(["evaluation.function=mine:f", "data.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
     Refusal(
         ["loss.objective=m2po", "loss.anchor=decoupled", "loss.correction=token_tis"],
         ['loss.anchor = "decoupled"', 'loss.anchor="behavior"'],

@@ -7,7 +7,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.loading import load
 
 KEYS = ("hub.key=keys/{name}.key", "hub.learner_key=keys/learner.pub", "hub.allowed_keys=keys/allowed_keys")
-GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+GOOD = ("model.path=some/model", "data.train_data=train.jsonl")
 
 
 def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
@@ -17,11 +17,11 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["task.image_field=image", "task.environment=a:b"], ["task.environment", "episodes cannot have images"]),
-        (["task.image_field=image", "lora.rank=4"], ["lora.rank = 4", "whole model"]),
-        (["task.image_field=image", "train.sequence_parallel_size=2"], ["train.sequence_parallel_size = 2", "share a pack"]),
-        (["task.image_field=image", "actor.engine=transformers"], ["actor.engine", "only vLLM"]),
-        (["task.image_field=image", "hub.max_message_mb=16"], ["may have 16 MB", "17"]),
+        (["data.image_field=image", "task.environment=a:b"], ["task.environment", "episodes cannot have images"]),
+        (["data.image_field=image", "lora.rank=4"], ["lora.rank = 4", "whole model"]),
+        (["data.image_field=image", "train.sequence_parallel_size=2"], ["train.sequence_parallel_size = 2", "share a pack"]),
+        (["data.image_field=image", "actor.engine=transformers"], ["actor.engine", "only vLLM"]),
+        (["data.image_field=image", "hub.max_message_mb=16"], ["may have 16 MB", "17"]),
         (["model.max_length=2000"], ["1024 + 1024 = 2048", "model.max_length=2048"]),
         (["hub.max_message_mb=1", "rollout.group_size=128"], ["up to 2 MB", "hub.max_message_mb=3"]),
         (
@@ -49,8 +49,8 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["train.compile=on", "model.dtype=float32"], ['train.compile = "on"', "float32", '"auto" or "off"']),
         (["train.compile=on", "train.zero_stage=3"], ['train.compile = "on"', "train.zero_stage = 3"]),
         (["train.compile=on", "train.sequence_parallel_size=2"], ['train.compile = "on"', "sequence_parallel_size = 2"]),
-        (["evaluation.interval=5"], ["evaluation.interval = 5", "task.eval_data"]),
-        (["task.system_prompt=Think."], ["task.system_prompt", "task.chat_template=true"]),
+        (["evaluation.interval=5"], ["evaluation.interval = 5", "data.eval_data"]),
+        (["data.system_prompt=Think."], ["data.system_prompt", "data.chat_template=true"]),
         (["hub.dead_after_s=1"], ["hub.dead_after_s = 1.0", "5.0"]),
         (["hub.address=tcp://10.0.0.1:5700"], ['hub.address = "tcp://10.0.0.1:5700"', "offbeat keygen", "127.0.0.1"]),
         (["hub.bind=tcp://*:5700"], ["hub.bind"]),
@@ -99,7 +99,7 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
             ["train.zero_stage=2", 'train.deepspeed={zero_optimization = {offload_optimizer = {device = "nvme"}}}'],
             ['train.deepspeed.zero_optimization.offload_optimizer.device = "nvme"', 'Set it to "cpu".'],
         ),
-        (["task.train_data="], ["task.train_data"]),
+        (["data.train_data="], ["data.train_data"]),
     ],
 )
 def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> None:
@@ -161,6 +161,6 @@ def test_band_narrower_than_the_engine_noise_is_warned_about() -> None:
 
 
 def test_greedy_evaluation_in_groups_is_warned_about() -> None:
-    settings = ["task.eval_data=e.jsonl", "evaluation.interval=5", "evaluation.group_size=4"]
+    settings = ["data.eval_data=e.jsonl", "evaluation.interval=5", "evaluation.group_size=4"]
     (warning,) = check(load(None, [*GOOD, *settings]))
     assert "evaluation.group_size" in warning

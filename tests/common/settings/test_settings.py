@@ -164,7 +164,7 @@ def test_resolved_toml_reads_back_as_the_same_config(
     config = complete(Config())
     config = msgspec.structs.replace(
         config,
-        task=msgspec.structs.replace(config.task, system_prompt=system_prompt),
+        data=msgspec.structs.replace(config.data, system_prompt=system_prompt),
         actor=msgspec.structs.replace(config.actor, engine_options=engine_options),
         train=msgspec.structs.replace(config.train, learning_rate=learning_rate),
         staleness=msgspec.structs.replace(config.staleness, hard_max_staleness=hard),
@@ -320,9 +320,9 @@ def test_name_that_the_learner_would_refuse_is_refused_as_a_setting(name: str) -
 
 
 def test_one_evaluation_set_is_a_path_and_several_are_a_table() -> None:
-    assert eval_sets(load(None, ["task.eval_data=e.jsonl"]).task) == {"": "e.jsonl"}
-    several = load(None, ["task.eval_data.math=m.jsonl", "task.eval_data.code=c.jsonl"])
-    assert eval_sets(several.task) == {"math": "m.jsonl", "code": "c.jsonl"}
+    assert eval_sets(load(None, ["data.eval_data=e.jsonl"]).data) == {"": "e.jsonl"}
+    several = load(None, ["data.eval_data.math=m.jsonl", "data.eval_data.code=c.jsonl"])
+    assert eval_sets(several.data) == {"math": "m.jsonl", "code": "c.jsonl"}
     assert 'eval_data = {"math" = "m.jsonl", "code" = "c.jsonl"}' in resolved_toml(several)
 
 
@@ -332,11 +332,11 @@ def test_key_of_several_sections_is_described_for_each() -> None:
 
 
 def test_learning_rate_that_breaks_a_model_is_warned_about() -> None:
-    config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=50"])
+    config = load(None, ["model.path=m", "data.train_data=d.jsonl", "learning_rate=50"])
     assert any(text.startswith("train.learning_rate = 50: AdamW moves") for text in check(complete(config)))
-    config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=1e-45"])
+    config = load(None, ["model.path=m", "data.train_data=d.jsonl", "learning_rate=1e-45"])
     assert any("rounding takes away: nothing will change" in text for text in check(complete(config)))
-    config = load(None, ["model.path=m", "task.train_data=d.jsonl", "learning_rate=1e-3"])
+    config = load(None, ["model.path=m", "data.train_data=d.jsonl", "learning_rate=1e-3"])
     assert not any("learning_rate" in text for text in check(complete(config)))
 
 

@@ -18,7 +18,7 @@ SOURCE = 'reasoning-gym:chain_sum?size=3&max_digits=1&max_terms=3 + reasoning-gy
 
 
 def rows(source: str = SOURCE, split: str = "train") -> list[dict[str, Any]]:
-    return [row.fields for row in read_rows(source, split, "task.train_data")]
+    return [row.fields for row in read_rows(source, split, "data.train_data")]
 
 
 def test_rows_of_a_mixture_are_a_function_of_source_and_split() -> None:
@@ -89,8 +89,8 @@ def test_row_of_another_version_is_no_zero() -> None:
     ],
 )
 def test_wrong_source_is_refused_in_words(source: str, said: str) -> None:
-    with pytest.raises(SettingError, match=r"task\.train_data = ") as raised:
-        list(generated_rows(source, "train", "task.train_data"))
+    with pytest.raises(SettingError, match=r"data\.train_data = ") as raised:
+        list(generated_rows(source, "train", "data.train_data"))
     assert said in str(raised.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from offbeat.common.settings.config import Config, HubSection, LaunchSection, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection
 from offbeat.deploy.checks.machine import (
     check_companions,
     check_devices,
@@ -24,7 +24,7 @@ from offbeat.deploy.local.devices.memory import engine_need, learner_need, sizes
 from tests.deploy.local.devices.machines import QWEN3_600M
 
 # The model is a folder, so that no hub is asked.
-CONFIG = Config(model=ModelSection(path="."), task=TaskSection(train_data="data.jsonl"))
+CONFIG = Config(model=ModelSection(path="."), data=DataSection(train_data="data.jsonl"))
 
 
 @pytest.mark.parametrize(

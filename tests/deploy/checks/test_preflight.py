@@ -47,8 +47,8 @@ def overrides(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
     shutil.copytree(tiny_model, "model")
     Path("train.jsonl").write_text('{"prompt": "1+2>", "answer": "3"}\n{"prompt": "1+22>", "answer": "23"}\n')
     return [
-        *("model.path=model", "model.dtype=float32", "model.max_length=64", "task.train_data=train.jsonl"),
-        *("task.max_prompt_tokens=8", "rollout.max_new_tokens=8", "hub.address=tcp://127.0.0.1:0", "run.dir=run"),
+        *("model.path=model", "model.dtype=float32", "model.max_length=64", "data.train_data=train.jsonl"),
+        *("data.max_prompt_tokens=8", "rollout.max_new_tokens=8", "hub.address=tcp://127.0.0.1:0", "run.dir=run"),
     ]
 
 
@@ -67,7 +67,7 @@ def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
     overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     *_, note = look(load(None, overrides), "check")
-    assert note == "task.train_data: 2 prompts of 4 to 5 tokens; the first as tokens: '1+2>'"
+    assert note == "data.train_data: 2 prompts of 4 to 5 tokens; the first as tokens: '1+2>'"
     assert caplog.records == []
 
 
@@ -137,15 +137,15 @@ FILES: dict[str, tuple[Callable[[], object], str, str]] = {
         "model.max_length = 64",
         "the model has 32 positions. Set model.max_length=32",
     ),
-    "no data": (lambda: Path("train.jsonl").unlink(), 'task.train_data = "train.jsonl"', "cannot be read"),
-    "empty data": (write(""), 'task.train_data = "train.jsonl"', "no rows"),
-    "not UTF-8": (write('{"prompt": "é"}'.encode("latin-1")), 'task.train_data = "train.jsonl"', "Save the file as UTF-8"),
-    "UTF-16": (write('{"prompt": "1"}'.encode("utf-16")), 'task.train_data = "train.jsonl"', "UTF-16"),
-    "no JSON": (write("prompt,answer"), 'task.train_data = "train.jsonl"', "train.jsonl:1 is not a JSON object"),
-    "no field": (write('{"question": "1"}'), 'task.prompt_field = "prompt"', "Its fields are: question"),
-    "no text": (write('{"prompt": 7}'), 'task.prompt_field = "prompt"', "it is a int"),
-    "conversation": (write('{"prompt": [{"role": "user", "content": "1"}]}'), "task.chat_template = false", "conversation"),
-    "too long": (write('{"prompt": "123456789"}'), "task.max_prompt_tokens = 8", "train.jsonl:1 has 9 tokens"),
+    "no data": (lambda: Path("train.jsonl").unlink(), 'data.train_data = "train.jsonl"', "cannot be read"),
+    "empty data": (write(""), 'data.train_data = "train.jsonl"', "no rows"),
+    "not UTF-8": (write('{"prompt": "é"}'.encode("latin-1")), 'data.train_data = "train.jsonl"', "Save the file as UTF-8"),
+    "UTF-16": (write('{"prompt": "1"}'.encode("utf-16")), 'data.train_data = "train.jsonl"', "UTF-16"),
+    "no JSON": (write("prompt,answer"), 'data.train_data = "train.jsonl"', "train.jsonl:1 is not a JSON object"),
+    "no field": (write('{"question": "1"}'), 'data.prompt_field = "prompt"', "Its fields are: question"),
+    "no text": (write('{"prompt": 7}'), 'data.prompt_field = "prompt"', "it is a int"),
+    "conversation": (write('{"prompt": [{"role": "user", "content": "1"}]}'), "data.chat_template = false", "conversation"),
+    "too long": (write('{"prompt": "123456789"}'), "data.max_prompt_tokens = 8", "train.jsonl:1 has 9 tokens"),
     "run.dir a file": (lambda: Path("run").write_text(""), 'run.dir = "run"', "is a file. Name a folder"),
     "no answer": (write('{"prompt": "1"}'), 'task.reward = "exact_match"', "KeyError: 'answer'"),
 }
@@ -169,10 +169,10 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("model.path=./train.jsonl", "this is a file"),
         ("train.sequence_parallel_size=3", "the model has 2 heads of keys and values: 2 / 3 is not whole"),
         ("train.sequence_parallel_size=2", "1 learner processes (launch.learner_processes) cannot be divided into groups of 2"),
-        ("task.eval_data=absent.parquet", "cannot be read"),
-        ("task.prompt_field=question", "Its fields are: prompt, answer"),
-        ("task.weight_field=weight", "no such field"),
-        ("task.chat_template=true", "no chat template"),
+        ("data.eval_data=absent.parquet", "cannot be read"),
+        ("data.prompt_field=question", "Its fields are: prompt, answer"),
+        ("data.weight_field=weight", "no such field"),
+        ("data.chat_template=true", "no chat template"),
         ("task.reward=my_rewards:absent", "has no 'absent'"),
         ("task.reward=absent:reward", "no module 'absent'"),
         ("task.reward=my_rewards:wrong_field", "KeyError: 'solution'"),
@@ -283,18 +283,18 @@ def test_launchers_variables_are_nothing_to_commands_that_do_not_read_them(
 
 def test_all_mistakes_are_told_at_once(overrides: list[str]) -> None:
     cut_weights()
-    wrong = ["loss.clip_low=1.5", "task.reward=absent:f", "actor.engine_options.foo=1", "task.prompt_field=q", "run.dir="]
+    wrong = ["loss.clip_low=1.5", "task.reward=absent:f", "actor.engine_options.foo=1", "data.prompt_field=q", "run.dir="]
     settings = [text.split(" = ")[0] for text in refused([*overrides, *wrong])]
     assert settings == [
-        *("loss.clip_low", "run.dir", "model.path", "actor.engine_options.foo", "task.prompt_field", "task.reward")
+        *("loss.clip_low", "run.dir", "model.path", "actor.engine_options.foo", "data.prompt_field", "task.reward")
     ]
 
 
 @pytest.mark.parametrize(
     ("damage", "setting", "said"),
     [
-        (write('{"prompt": "1"}\n' * 9 + '{"prompt": "123456789"}\n'), "task.long_prompts=drop", "1 of 10 prompts (10%)"),
-        (write('{"prompt": "ÄÖÜ", "answer": ""}\n'), "task.max_prompt_tokens=8", "does not know 100%"),
+        (write('{"prompt": "1"}\n' * 9 + '{"prompt": "123456789"}\n'), "data.long_prompts=drop", "1 of 10 prompts (10%)"),
+        (write('{"prompt": "ÄÖÜ", "answer": ""}\n'), "data.max_prompt_tokens=8", "does not know 100%"),
         (write('{"prompt": "1"}'), "task.reward=my_rewards:judge_is_down", "ConnectionRefusedError: no judge"),
         (write('{"prompt": "1"}'), "task.reward=my_rewards:dies", "the check's process ended"),
         (
@@ -360,7 +360,7 @@ def right(completions): return {each.finish_reason: each.row["extra"] * each.rew
 def wrong(completions): return {"share": completions[0].row["absent"]}
 """)
     Path("eval.jsonl").write_text('{"prompt": "1+2>", "answer": "3", "extra": 7}')
-    overrides = [*overrides, "task.eval_data.math=eval.jsonl", "evaluation.interval=1"]
+    overrides = [*overrides, "data.eval_data.math=eval.jsonl", "evaluation.interval=1"]
     look(load(None, [*overrides, "evaluation.function=my_numbers:right"]), command)
     (text,) = refused([*overrides, "evaluation.function=my_numbers:wrong"], command)
     assert text.startswith("evaluation.function = \"my_numbers:wrong\": it raised KeyError: 'absent'")
@@ -373,10 +373,10 @@ def wrong(results, policy_version): return {"sums": 1, "sort": 1}
 """)
     names = ("sums", "sums", "sorting")
     Path("tasks.jsonl").write_text("".join(f'{{"prompt": "1+2>", "answer": "3", "task": "{name}"}}\n' for name in names))
-    overrides = [*overrides, "task.train_data=tasks.jsonl", "task.task_field=task"]
-    look(load(None, [*overrides, "task.curriculum=my_levels:right"]), "learner")
-    (text,) = refused([*overrides, "task.curriculum=my_levels:wrong"], "learner")
-    assert text.startswith("task.curriculum = \"my_levels:wrong\": it returned a weight for 'sort'")
+    overrides = [*overrides, "data.train_data=tasks.jsonl", "data.task_field=task"]
+    look(load(None, [*overrides, "data.curriculum=my_levels:right"]), "learner")
+    (text,) = refused([*overrides, "data.curriculum=my_levels:wrong"], "learner")
+    assert text.startswith("data.curriculum = \"my_levels:wrong\": it returned a weight for 'sort'")
     assert "did you mean 'sorting'?" in text
 
 
@@ -397,9 +397,9 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
     overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("my_rows.py").write_text(ROWS)
-    overrides = [*overrides, "task.train_data=my_rows:good"]
+    overrides = [*overrides, "data.train_data=my_rows:good"]
     *_, note = look(load(None, overrides), "check")
-    assert note.startswith("task.train_data: 1 prompts of 4 to 4 tokens")
+    assert note.startswith("data.train_data: 1 prompts of 4 to 4 tokens")
     assert caplog.records == []
     (text,) = refused([*overrides, "task.reward=my_rewards:wrong_field"])
     assert "KeyError: 'solution'" in text
@@ -427,7 +427,7 @@ def test_rows_of_every_format_are_checked_by_a_process_of_its_own(suffix: str, o
     source = f"data.{suffix}".rstrip(".")
     Path("run.toml").touch()
     # A process of its own, which has not imported torch.
-    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "check", "run.toml", *overrides, f"task.train_data={source}"]
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "check", "run.toml", *overrides, f"data.train_data={source}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "has 9 tokens" in done.stderr
     assert "could not be checked" not in done.stderr
@@ -445,7 +445,7 @@ def test_check_that_fails_names_its_setting_and_what_will_only_show_later(
     assert "found before" in look(load(None, overrides), "check")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
-        "task.train_data could not be checked (RuntimeError: no such library): its mistakes will only show after the start."
+        "data.train_data could not be checked (RuntimeError: no such library): its mistakes will only show after the start."
     )
 
 
@@ -478,10 +478,10 @@ def test_function_may_import_torch_although_the_check_of_the_data_does_without_i
         "check",
         "run.toml",
         *overrides,
-        "task.train_data=my_rows:needs_torch",
+        "data.train_data=my_rows:needs_torch",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "task.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
+    assert "data.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
     assert done.returncode == 0
 
 
@@ -489,16 +489,16 @@ def test_function_whose_rows_differ_between_calls_is_warned_about(
     overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("my_rows.py").write_text(ROWS)
-    (text,) = warned([*overrides, "task.train_data=my_rows:random_order"], caplog)
-    assert text.startswith("task.train_data: called twice, the function returned other rows")
+    (text,) = warned([*overrides, "data.train_data=my_rows:random_order"], caplog)
+    assert text.startswith("data.train_data: called twice, the function returned other rows")
 
 
 def test_wrong_rows_of_a_function_are_refused_for_training_and_evaluation(overrides: list[str]) -> None:
     Path("my_rows.py").write_text(ROWS)
-    (text,) = refused([*overrides, "task.train_data=my_rows:wrong"])
+    (text,) = refused([*overrides, "data.train_data=my_rows:wrong"])
     assert "row 1 of my_rows:wrong" in text
-    (text,) = refused([*overrides, "task.eval_data.held_out=my_rows:none_held_out"])
-    assert text.startswith('task.eval_data.held_out = "my_rows:none_held_out": there are no rows')
+    (text,) = refused([*overrides, "data.eval_data.held_out=my_rows:none_held_out"])
+    assert text.startswith('data.eval_data.held_out = "my_rows:none_held_out": there are no rows')
 
 
 def test_actor_needs_no_data_and_no_port(overrides: list[str]) -> None:

@@ -18,7 +18,7 @@ from tests.deploy.services import SERVICES_S, Services, free_port, write_config
         ("rollout.top_p=0.9", ["rollout.top_p", "rollout.temperature"]),
         ("loss.anchor=proximal", ["loss.anchor", "proximal", "steps_per_batch"]),
         ("model.path=/nowhere/model", ["model.path", "/nowhere/model"]),
-        ("task.train_data=nowhere.jsonl", ["task.train_data", "nowhere.jsonl"]),
+        ("data.train_data=nowhere.jsonl", ["data.train_data", "nowhere.jsonl"]),
         ("task.reward=my_reward:absent", ["task.reward", "my_reward:absent"]),
         ("task.reward=no_such_module:f", ["task.reward", "no_such_module"]),
         ("reward.length_penalty=no_such_module:f", ["reward.length_penalty", "no_such_module"]),
@@ -69,10 +69,10 @@ def test_every_setting_is_explained(services: Services, tmp_path: Path) -> None:
 
 def test_prompt_longer_than_the_limit_names_the_row(services: Services, tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, tiny_model)
-    result = services.run("learner", config, "task.max_prompt_tokens=3")
+    result = services.run("learner", config, "data.max_prompt_tokens=3")
     assert result.returncode == 2
     assert "train.jsonl:1" in result.stderr.splitlines()[-1]
-    assert "task.max_prompt_tokens" in result.stderr.splitlines()[-1]
+    assert "data.max_prompt_tokens" in result.stderr.splitlines()[-1]
 
 
 def test_port_in_use_is_said_before_the_model_is_loaded(services: Services, tmp_path: Path, tiny_model: Path) -> None:

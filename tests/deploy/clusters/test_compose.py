@@ -16,7 +16,7 @@ from offbeat.deploy.cli.main import make_app
 SETTINGS = """\
 [model]
 path = "owner/model"
-[task]
+[data]
 train_data = "owner/data"
 [launch]
 num_actors = 2
@@ -39,11 +39,11 @@ def write(*overrides: str) -> dict[str, dict[str, Any]]:
 
 
 def test_each_service_starts_with_a_config_that_fits_and_actors_have_names_of_their_own() -> None:
-    services = write("run.seed=5", "task.prompt_field=$q")
+    services = write("run.seed=5", "data.prompt_field=$q")
     words = {name: service["entrypoint"] for name, service in services.items()}
     assert words["learner"][:3] == ["offbeat", "learner", "/etc/offbeat/run.toml"]
     # A lone $ would be a variable of compose.
-    assert "task.prompt_field=$$q" in words["learner"]
+    assert "data.prompt_field=$$q" in words["learner"]
     learner = load_config(["out/run.toml", *words["learner"][3:]])
     check(learner)
     assert learner.hub.address == "tcp://learner:5700"

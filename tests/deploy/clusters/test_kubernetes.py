@@ -33,7 +33,7 @@ SETTINGS = """\
 # a comment of mine
 [model]
 path = "owner/model"
-[task]
+[data]
 train_data = "owner/data"
 [train]
 num_steps = 7

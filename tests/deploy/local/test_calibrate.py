@@ -51,13 +51,13 @@ class Sampled(NamedTuple):
         ["loss.anchor=proximal", "train.epochs_per_batch=2", "train.num_steps=10"],
         ["loss.anchor=decoupled", "loss.correction=token_tis(0.5, 2)", "loss.normalize_correction=true"],
         ["loss.objective=dapo", "train.warmup_steps=10", "weights.interval=3", "loss.noise_floor=nowhere.json"],
-        ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "task.eval_data=x.jsonl"],
+        ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "data.eval_data=x.jsonl"],
         ["hub.address=tcp://10.0.0.1:5700", "hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c", "log.enabled=false"],
     ],
     ids=" ".join,
 )
 def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops_nothing(overrides: list[str]) -> None:
-    config = load(None, ["model.path=m", "task.train_data=t.jsonl", "run.dir=here", *overrides])
+    config = load(None, ["model.path=m", "data.train_data=t.jsonl", "run.dir=here", *overrides])
     check(config)
     collecting = collection_config(config, 48)
     check(collecting)

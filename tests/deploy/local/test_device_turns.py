@@ -45,7 +45,7 @@ while not (folder / "end").exists():
 
 
 def planned(*overrides: str, gpus: int) -> tuple[Config, DevicePlan]:
-    settings = ["model.path=m", "task.train_data=d", "train.activation_checkpointing=true", "hub.address=tcp://127.0.0.1:0"]
+    settings = ["model.path=m", "data.train_data=d", "train.activation_checkpointing=true", "hub.address=tcp://127.0.0.1:0"]
     config = load(None, [*settings, *overrides])
     return config, make_plan(config, machine(gpus, 48), sizes_of(QWEN3_600M))
 

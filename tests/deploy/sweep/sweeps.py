@@ -12,7 +12,7 @@ from tests.lab.sweep.sweep_runs import stand_in, starts
 CONFIG = """
 [model]
 path = "no/model"
-[task]
+[data]
 train_data = "train.jsonl"
 [train]
 num_steps = 1

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.settings.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
@@ -94,7 +94,7 @@ class Tale:
 def make_config(*, groups_per_step: int = 1, steps_per_batch: int = 1, epochs_per_batch: int = 1, **staleness: Any) -> Config:
     return Config(
         model=ModelSection(path="model"),
-        task=TaskSection(train_data="data.jsonl"),
+        data=DataSection(train_data="data.jsonl"),
         staleness=StalenessSection(**staleness),
         train=TrainSection(
             num_steps=40,

@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     config = msgspec.structs.replace(
         config,
         run=RunSection(dir=str(folder)),
-        task=msgspec.structs.replace(config.task, train_data=str(folder / "train.jsonl")),
+        data=msgspec.structs.replace(config.data, train_data=str(folder / "train.jsonl")),
         staleness=msgspec.structs.replace(config.staleness, max_staleness=1),
         rollout=RolloutSection(group_size=4, max_new_tokens=16),
     )

@@ -26,7 +26,7 @@ FIGURE = '<script type="application/json" class="figure">'
 CONFIG = """
 [model]
 path = "models/tiny"
-[task]
+[data]
 train_data = "data/copy.jsonl"
 [staleness]
 max_staleness = 2

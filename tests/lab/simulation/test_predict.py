@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.settings.config import ActorSection, Config, DataSection, ModelSection, RolloutSection, StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.cli.main import make_app
@@ -32,7 +32,7 @@ from offbeat.lab.simulation.timings import Timings
 
 CONFIG = Config(
     model=ModelSection(path="none"),
-    task=TaskSection(train_data="none"),
+    data=DataSection(train_data="none"),
     rollout=RolloutSection(group_size=2),
     staleness=StalenessSection(max_staleness=1),
     train=TrainSection(num_steps=40, groups_per_step=10),

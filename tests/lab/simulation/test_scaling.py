@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from offbeat.common.settings.config import (
     ActorSection,
     Config,
+    DataSection,
     ModelSection,
     RolloutSection,
     ScaleSection,
     StalenessSection,
-    TaskSection,
 )
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
@@ -146,7 +146,7 @@ def test_actors_join_and_leave_in_the_simulation_and_every_lease_adds_up() -> No
 def test_command_shows_each_move_of_the_number_with_its_reason(tmp_path: Path) -> None:
     config = Config(
         model=ModelSection(path="none"),
-        task=TaskSection(train_data="none"),
+        data=DataSection(train_data="none"),
         rollout=RolloutSection(group_size=2),
         train=TrainSection(num_steps=STEPS, groups_per_step=GROUPS),
         actor=ActorSection(max_inflight_groups=SLOTS),

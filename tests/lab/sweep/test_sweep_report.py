@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 CONFIG = """
 [model]
 path = "models/tiny"
-[task]
+[data]
 train_data = "copy.jsonl"
 [train]
 num_steps = 12
@@ -356,7 +356,7 @@ def test_page_needs_no_network_and_links_only_to_the_runs(tmp_path: Path) -> Non
 
 def test_values_are_not_markup(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script>"
-    plan = sweep_in(tmp_path, f"task.system_prompt='{attack}',b", "chat_template=true", seeds=1)
+    plan = sweep_in(tmp_path, f"data.system_prompt='{attack}',b", "chat_template=true", seeds=1)
     for trial in plan.trials:
         write_rows(tmp_path / trial.name, rows_of_run(LEARNED))
     page, _ = report_of(tmp_path)

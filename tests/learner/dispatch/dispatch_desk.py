@@ -10,12 +10,12 @@ import numpy as np
 from offbeat.common.records.rows import EvalRow, EventRow, Row
 from offbeat.common.settings.config import (
     Config,
+    DataSection,
     EvaluationSection,
     HubSection,
     ModelSection,
     RolloutSection,
     StalenessSection,
-    TaskSection,
 )
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.settings.loading import replace_settings
@@ -83,7 +83,7 @@ CONTRACT = Contract(
 )
 CONFIG = Config(
     model=ModelSection(path="model"),
-    task=TaskSection(train_data="data.jsonl"),
+    data=DataSection(train_data="data.jsonl"),
     rollout=RolloutSection(
         group_size=GROUP_SIZE, max_new_tokens=MAX_NEW_TOKENS, temperature=0.7, lease_timeout_s=LEASE_TIMEOUT_S
     ),

@@ -109,7 +109,7 @@ def test_actor_that_takes_no_images_is_refused_by_a_run_that_has_some() -> None:
     contract = CONTRACT._replace(has_images=True)
     reason = objection(contract, make_hello())
     assert reason is not None
-    assert "have images" in reason and "task.image_field" in reason
+    assert "have images" in reason and "data.image_field" in reason
     assert objection(contract, make_hello(engine=engine(takes_images=True))) is None
 
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.completion import complete
-from offbeat.common.settings.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, StalenessSection
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.settings.loading import replace_settings, setting_text
 from offbeat.learner.dispatch.live_settings import CHANGEABLE, LiveSettings
 from offbeat.learner.leases.events import Tuned
 from offbeat.protocols.messages import SettingChange
 
-GIVEN = complete(Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl")))
+GIVEN = complete(Config(model=ModelSection(path="model"), data=DataSection(train_data="data.jsonl")))
 DEFAULT_CLIP = str(GIVEN.loss.clip_low)
 
 
@@ -110,7 +110,7 @@ def test_settings_are_judged_together() -> None:
 
 
 def test_clip_band_of_an_objective_without_one_is_refused() -> None:
-    given = complete(Config(model=GIVEN.model, task=GIVEN.task, loss=LossSection(objective="sapo")))
+    given = complete(Config(model=GIVEN.model, data=GIVEN.data, loss=LossSection(objective="sapo")))
     with pytest.raises(SettingError, match=r"loss.clip_low = 0.1: loss.objective = 'sapo' does not clip"):
         make(given).propose({"loss.clip_low": "0.1"})
 
@@ -118,7 +118,7 @@ def test_clip_band_of_an_objective_without_one_is_refused() -> None:
 def test_only_new_warnings_are_told() -> None:
     narrow = LossSection(clip_low=1e-4, clip_high=1e-4)
     assert make().propose({"loss.clip_low": "1e-4"}).warnings[0].startswith("loss.clip_low = 0.0001")
-    warned = make(complete(Config(model=GIVEN.model, task=GIVEN.task, loss=narrow)))
+    warned = make(complete(Config(model=GIVEN.model, data=GIVEN.data, loss=narrow)))
     assert warned.propose({"staleness.max_staleness": "8"}).warnings == []
 
 
@@ -130,7 +130,7 @@ def test_restart_goes_on_with_what_was_changed_last() -> None:
 
 def test_restart_with_a_config_that_contradicts_the_change_is_refused_with_both() -> None:
     given = Config(
-        model=GIVEN.model, task=GIVEN.task, train=TrainSection(steps_per_batch=4), staleness=StalenessSection(max_staleness=9)
+        model=GIVEN.model, data=GIVEN.data, train=TrainSection(steps_per_batch=4), staleness=StalenessSection(max_staleness=9)
     )
     with pytest.raises(SettingError, match=r"\(staleness.max_staleness = 2\): .* the run would wait forever.*change the file"):
         make(given, change(staleness__max_staleness="2"))

@@ -86,7 +86,7 @@ def test_operator_is_told_of_rewards_that_fail_for_long_and_of_their_return() ->
 
 
 def test_evaluation_leases_say_so() -> None:
-    desk = Desk("evaluation.interval=1", 'task.eval_data="held_out.jsonl"')
+    desk = Desk("evaluation.interval=1", 'data.eval_data="held_out.jsonl"')
     actor = Actor(desk, "a").join(capacity=10)
     assert {lease.is_evaluation for lease in actor.leases() if lease.prompt.startswith("train")} == {False}
     assert {lease.is_evaluation for lease in actor.leases() if lease.prompt.startswith("held-out")} <= {True}

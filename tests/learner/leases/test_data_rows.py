@@ -23,7 +23,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, split: str = "train") -> list[dict[str, Any]]:
-    return [row.fields for row in read_rows(str(path), split, "task.train_data")]
+    return [row.fields for row in read_rows(str(path), split, "data.train_data")]
 
 
 def write(path: Path) -> Path:
@@ -158,15 +158,15 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["listed", "yielded", "dataset", "reused"])
 def test_rows_of_a_function_are_those_of_a_file(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
-    of_file = [(row.fields, row.json) for row in read_rows(str(path), "train", "task.train_data")]
-    of_function = list(read_rows(f"sources:{name}", "train", "task.train_data"))
+    of_file = [(row.fields, row.json) for row in read_rows(str(path), "train", "data.train_data")]
+    of_function = list(read_rows(f"sources:{name}", "train", "data.train_data"))
     assert [(row.fields, row.json) for row in of_function] == of_file
     assert of_function[1].place == f"row 1 of sources:{name}"
 
 
 @pytest.mark.usefixtures("sources")
 def test_function_gets_the_split_and_its_values_are_those_of_json() -> None:
-    assert list(read_rows("sources:listed", "test", "task.eval_data")) == []
+    assert list(read_rows("sources:listed", "test", "data.eval_data")) == []
     assert read(Path("sources:with_tuple")) == [{"prompt": ["a", "b"]}]
 
 
@@ -189,12 +189,12 @@ def test_function_that_fails_or_never_ends_is_refused(name: str, problem: str, m
     monkeypatch.setattr("offbeat.learner.leases.data_rows.LARGEST_SOURCE", 1000)
     with pytest.raises(SettingError, match=problem) as raised:
         read(Path(f"sources:{name}"))
-    assert raised.value.setting == "task.train_data"
+    assert raised.value.setting == "data.train_data"
 
 
 def test_function_of_python_itself_is_not_called_with_text_of_the_settings() -> None:
     with pytest.raises(SettingError, match="TypeError"):
-        list(read_rows("os:system", "true", "task.train_data"))
+        list(read_rows("os:system", "true", "data.train_data"))
 
 
 def test_example_returns_the_same_rows_each_time_and_none_for_training_and_evaluation(

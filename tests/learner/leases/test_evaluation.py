@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.evaluation import Round, pass_at_k
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import Prompt, load_held_out
@@ -84,6 +84,6 @@ def test_first_prompts_of_each_set_are_held_out(eval_data: str | dict[str, str],
         settings.append(setting)
         return [Prompt(index, f"{Path(source).name}-{index}", np.zeros(1, dtype=np.int32), "{}") for index in range(3)]
 
-    prompts = load_held_out(TaskSection(eval_data=eval_data), 2, load)
+    prompts = load_held_out(DataSection(eval_data=eval_data), 2, load)
     assert [(prompt.prompt_id, prompt.text, prompt.data_set) for prompt in prompts] == expected
-    assert settings == ([f"task.eval_data.{name}" for name in eval_data] if isinstance(eval_data, dict) else settings)
+    assert settings == ([f"data.eval_data.{name}" for name in eval_data] if isinstance(eval_data, dict) else settings)

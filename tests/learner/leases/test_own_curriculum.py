@@ -57,7 +57,7 @@ def test_weights_become_shares_of_which_the_largest_is_1(monkeypatch: pytest.Mon
 def test_what_is_no_weight_of_each_task_is_refused(
     returned: object, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingError, match=r"^task\.curriculum = .*Return a number of at least 0 for each task") as raised:
+    with pytest.raises(SettingError, match=r"^data\.curriculum = .*Return a number of at least 0 for each task") as raised:
         load(monkeypatch, tmp_path, lambda *_: returned)(RESULTS, 0)
     assert said in str(raised.value)
 

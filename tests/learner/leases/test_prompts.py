@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.prompts import LoadedPrompts, Prompt, load_prompts
 
 
@@ -40,9 +40,9 @@ CHARACTERS: Any = CharacterTokenizer()
 
 
 def load(
-    source: Path | str, task: TaskSection | None = None, tokenizer: Any = CHARACTERS, split: str = "train"
+    source: Path | str, data: DataSection | None = None, tokenizer: Any = CHARACTERS, split: str = "train"
 ) -> LoadedPrompts:
-    return load_prompts(str(source), split, task or TaskSection(), tokenizer)
+    return load_prompts(str(source), split, data or DataSection(), tokenizer)
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -67,34 +67,34 @@ def test_each_row_becomes_a_prompt_with_its_text_tokens_and_row(tmp_path: Path) 
 
 def test_task_of_a_row_goes_with_its_prompt(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a", "task": "sums"}', '{"prompt": "b", "task": "letters"}')
-    assert [prompt.task for prompt in load(path, TaskSection(task_field="task")).prompts] == ["sums", "letters"]
+    assert [prompt.task for prompt in load(path, DataSection(task_field="task")).prompts] == ["sums", "letters"]
     assert [prompt.task for prompt in load(path).prompts] == ["", ""]
 
 
 @pytest.mark.parametrize("row", ['{"prompt": "b"}', '{"prompt": "b", "task": 3}', '{"prompt": "b", "task": "a b"}'])
 def test_row_without_a_name_of_its_task_is_an_error(row: str, tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a", "task": "sums"}', row)
-    with pytest.raises(SettingError, match=r"^task\.task_field = .*rows\.jsonl:2"):
-        load(path, TaskSection(task_field="task"))
+    with pytest.raises(SettingError, match=r"^data\.task_field = .*rows\.jsonl:2"):
+        load(path, DataSection(task_field="task"))
 
 
 def test_more_tasks_than_can_be_shown_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, *(f'{{"prompt": "a", "task": "t{number}"}}' for number in range(33)))
     with pytest.raises(SettingError, match="more than 32 tasks"):
-        load(path, TaskSection(task_field="task"))
+        load(path, DataSection(task_field="task"))
 
 
 def test_chat_template_wraps_the_prompt_and_the_tokenizer_adds_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "2+2?"}')
-    task = TaskSection(prompt_field="question", chat_template=True, system_prompt="Think.")
-    ((prompt,), _) = load(path, task, CharacterTokenizer("a template"))
+    data = DataSection(prompt_field="question", chat_template=True, system_prompt="Think.")
+    ((prompt,), _) = load(path, data, CharacterTokenizer("a template"))
     assert decode(prompt) == "<system>Think.<user>2+2?<assistant>"
     assert prompt.text == "2+2?"
 
 
 def test_without_a_system_prompt_there_is_no_system_message(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "hi"}')
-    ((prompt,), _) = load(path, TaskSection(chat_template=True), CharacterTokenizer("a template"))
+    ((prompt,), _) = load(path, DataSection(chat_template=True), CharacterTokenizer("a template"))
     assert decode(prompt) == "<user>hi<assistant>"
 
 
@@ -102,7 +102,7 @@ def test_real_tokenizer_with_a_chat_template(tiny_bpe_model: Path, tmp_path: Pat
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_bpe_model)
-    ((prompt,), _) = load(write(tmp_path, '{"prompt": "What is 2 + 2?"}'), TaskSection(chat_template=True), tokenizer)
+    ((prompt,), _) = load(write(tmp_path, '{"prompt": "What is 2 + 2?"}'), DataSection(chat_template=True), tokenizer)
     rendered = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt.token_ids.tolist()) == rendered
     assert prompt.token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -110,14 +110,14 @@ def test_real_tokenizer_with_a_chat_template(tiny_bpe_model: Path, tmp_path: Pat
 
 def test_too_long_prompt_is_an_error_that_names_the_row_and_the_cure(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "ab"}', '{"prompt": "abc"}')
-    expected = re.escape(f"task.max_prompt_tokens = 3: the prompt of {path}:2 has 4 tokens. ") + ".*long_prompts"
+    expected = re.escape(f"data.max_prompt_tokens = 3: the prompt of {path}:2 has 4 tokens. ") + ".*long_prompts"
     with pytest.raises(SettingError, match=expected):
-        load(path, TaskSection(max_prompt_tokens=3))
+        load(path, DataSection(max_prompt_tokens=3))
 
 
 def test_too_long_prompts_are_left_out_and_counted_when_asked(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "abc"}', '{"prompt": "ab"}', '{"prompt": "abcd"}')
-    prompts, num_dropped = load(path, TaskSection(max_prompt_tokens=3, long_prompts="drop"))
+    prompts, num_dropped = load(path, DataSection(max_prompt_tokens=3, long_prompts="drop"))
     assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [(0, "ab")]
     assert num_dropped == 2
 
@@ -125,7 +125,7 @@ def test_too_long_prompts_are_left_out_and_counted_when_asked(tmp_path: Path) ->
 def test_data_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "abcd"}')
     with pytest.raises(SettingError, match="all 1 prompts are too long"):
-        load(path, TaskSection(max_prompt_tokens=3, long_prompts="drop"))
+        load(path, DataSection(max_prompt_tokens=3, long_prompts="drop"))
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ def test_empty_prompt_is_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(SettingError, match=r'task\.eval_data = "absent\.jsonl": cannot be read \(No such file'):
-        load_prompts("absent.jsonl", "test", TaskSection(), CHARACTERS, setting="task.eval_data")
+    with pytest.raises(SettingError, match=r'data\.eval_data = "absent\.jsonl": cannot be read \(No such file'):
+        load_prompts("absent.jsonl", "test", DataSection(), CHARACTERS, setting="data.eval_data")
 
 
 def test_missing_chat_template_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a"}')
-    with pytest.raises(SettingError, match=r"task\.chat_template = true: the tokenizer has no chat template"):
-        load(path, TaskSection(chat_template=True))
+    with pytest.raises(SettingError, match=r"data\.chat_template = true: the tokenizer has no chat template"):
+        load(path, DataSection(chat_template=True))
 
 
 @pytest.fixture
@@ -183,6 +183,6 @@ def test_dataset_without_the_split_is_an_error(dataset: Path) -> None:
 
 def test_share_left_out_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "abc"}', '{"prompt": "ab"}', '{"prompt": "abcd"}')
-    loaded = load(path, TaskSection(max_prompt_tokens=3, long_prompts="drop"))
+    loaded = load(path, DataSection(max_prompt_tokens=3, long_prompts="drop"))
     assert loaded.share_dropped == 2 / 3
     assert loaded.dropped_text().startswith("2 of 3 prompts (67%) are left out")

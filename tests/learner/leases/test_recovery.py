@@ -299,7 +299,7 @@ def test_checkpoint_without_a_log_takes_up_what_actors_still_hold() -> None:
 
 def test_ledger_of_a_checkpoint_with_other_prompts_is_refused() -> None:
     state = Desk(num_prompts=NUM_PROMPTS).dispatcher.state()
-    with pytest.raises(SettingError, match=r"task\.train_data"):
+    with pytest.raises(SettingError, match=r"data\.train_data"):
         recover(state, (), lambda position: None, PROMPTS[:-1], seed=0)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.learner.leases.rendering import render
 
@@ -16,7 +16,7 @@ CONVERSATION = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "And 4 + 4?"},
 ]
-CHAT = TaskSection(chat_template=True)
+CHAT = DataSection(chat_template=True)
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name is defined %}@{{ m.name }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{% if think is defined %}{{ think }}{% endif %}"
@@ -52,10 +52,10 @@ def test_conversation_has_exactly_the_tokens_of_the_tokenizers_own_template(toke
 
 
 def test_system_prompt_comes_first_unless_the_row_or_the_conversation_has_its_own(thinking: Any) -> None:
-    task = TaskSection(chat_template=True, system_prompt="task", system_prompt_field="system")
+    data = DataSection(chat_template=True, system_prompt="task", system_prompt_field="system")
 
     def shown(prompt: object, system: object) -> str:
-        return thinking.decode(render(row(prompt, system=system), task, thinking)[1])
+        return thinking.decode(render(row(prompt, system=system), data, thinking)[1])
 
     assert shown("hi", None) == "<system>task<user>hi<assistant>"
     assert shown("hi", "row") == "<system>row<user>hi<assistant>"
@@ -63,9 +63,9 @@ def test_system_prompt_comes_first_unless_the_row_or_the_conversation_has_its_ow
 
 
 def test_templates_arguments_of_a_row_replace_those_of_the_task(thinking: Any) -> None:
-    task = TaskSection(chat_template=True, template_arguments={"think": "!"}, template_arguments_field="arguments")
-    assert thinking.decode(render(row("hi", arguments=None), task, thinking)[1]) == "<user>hi<assistant>!"
-    assert thinking.decode(render(row("hi", arguments={"think": "?"}), task, thinking)[1]) == "<user>hi<assistant>?"
+    data = DataSection(chat_template=True, template_arguments={"think": "!"}, template_arguments_field="arguments")
+    assert thinking.decode(render(row("hi", arguments=None), data, thinking)[1]) == "<user>hi<assistant>!"
+    assert thinking.decode(render(row("hi", arguments={"think": "?"}), data, thinking)[1]) == "<user>hi<assistant>?"
 
 
 def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
@@ -75,22 +75,22 @@ def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "task", "problem"),
+    ("prompt", "data", "problem"),
     [
-        (CONVERSATION, TaskSection(), r"task\.chat_template = false: train\.jsonl:7 is a conversation"),
+        (CONVERSATION, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
         (CONVERSATION[:2], CHAT, "ends with a message of the assistant"),
         ([], CHAT, "a list with other things than messages"),
         (["hi"], CHAT, "a list with other things than messages"),
         ([{"role": "user"}], CHAT, "a list with other things than messages"),
         ({"role": "user", "content": "hi"}, CHAT, "it is a dict"),
-        ("hi", TaskSection(chat_template=True, system_prompt_field="system"), "train.jsonl:7 has no such field"),
+        ("hi", DataSection(chat_template=True, system_prompt_field="system"), "train.jsonl:7 has no such field"),
     ],
 )
 def test_prompt_that_cannot_be_rendered_is_refused_with_its_row(
-    prompt: object, task: TaskSection, problem: str, tokenizer: Any
+    prompt: object, data: DataSection, problem: str, tokenizer: Any
 ) -> None:
     with pytest.raises(SettingError, match=problem):
-        render(row(prompt), task, tokenizer)
+        render(row(prompt), data, tokenizer)
 
 
 def test_refusal_of_the_template_is_told(thinking: Any) -> None:

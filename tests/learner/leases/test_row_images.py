@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import MAX_PROMPT_BYTES
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 
 Image = pytest.importorskip("PIL.Image")
@@ -30,7 +30,7 @@ def save(path: Path, width: int, height: int, color: int = 100) -> None:
 def prompts_of(folder: Path, tokenizer: Any, *rows: dict[str, Any], **task: Any) -> list[Prompt]:
     file = folder / "data.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    section = TaskSection(**{"train_data": str(file), "image_field": "image", **task})
+    section = DataSection(**{"train_data": str(file), "image_field": "image", **task})
     return load_prompts(str(file), "train", section, tokenizer).prompts
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.config import DataSection
 from offbeat.common.user_code.environment_function import load_environment, offer_tools, with_tools
 from offbeat.learner.leases.prompts import load_prompts
 
@@ -52,30 +52,30 @@ def tokenizer(tiny_bpe_model: Path) -> Any:
     return tokenizer
 
 
-def task(environment: str, **settings: Any) -> TaskSection:
-    return TaskSection(train_data="rows.jsonl", prompt_field="prompt", chat_template=True, environment=environment, **settings)
+def data(**settings: Any) -> DataSection:
+    return DataSection(train_data="rows.jsonl", prompt_field="prompt", chat_template=True, **settings)
 
 
-def prompt(tokenizer: Any, task: TaskSection) -> tuple[str, int]:
-    (prompt,) = load_prompts("rows.jsonl", "train", task, tokenizer).prompts
+def prompt(tokenizer: Any, environment: str, **settings: Any) -> tuple[str, int]:
+    (prompt,) = load_prompts("rows.jsonl", "train", data(**settings), tokenizer, environment=environment).prompts
     return tokenizer.decode(prompt.token_ids), prompt.content_hash
 
 
 def test_template_has_the_tools_and_other_tools_are_other_prompts(tokenizer: Any) -> None:
     """A resumed run compares its prompts, so it refuses other tools."""
-    first, first_hash = prompt(tokenizer, task("first_tools:play"))
-    second, second_hash = prompt(tokenizer, task("second_tools:play"))
+    first, first_hash = prompt(tokenizer, "first_tools:play")
+    second, second_hash = prompt(tokenizer, "second_tools:play")
     assert (first, second) == ("Add one.2 + 2", "Add two.2 + 2")
     assert first_hash != second_hash
-    assert prompt(tokenizer, task("first_tools:alone"))[0] == "2 + 2"
-    assert prompt(tokenizer, task("first_tools:play", template_arguments={"tools": []}))[0] == "2 + 2"
+    assert prompt(tokenizer, "first_tools:alone")[0] == "2 + 2"
+    assert prompt(tokenizer, "first_tools:play", template_arguments={"tools": []})[0] == "2 + 2"
 
 
 def test_workers_have_the_same_arguments_as_the_learner() -> None:
     own = {"think": True}
     function = load_environment("first_tools:play")
     in_worker = asyncio.run(offer_tools(function, "first_tools:play", own, "hermes"))
-    assert in_worker == with_tools(task("first_tools:play", template_arguments=own)).template_arguments
+    assert in_worker == with_tools(data(template_arguments=own), "first_tools:play").template_arguments
     assert set(in_worker) == {"think", "tools"}
 
 
@@ -87,4 +87,4 @@ def test_tools_whose_calls_nothing_reads_are_refused() -> None:
 
 def test_tool_without_a_description_is_refused_with_its_name() -> None:
     with pytest.raises(SettingError, match=r"task\.environment.*cannot be described.*undescribed"):
-        with_tools(task("first_tools:bare"))
+        with_tools(data(), "first_tools:bare")

@@ -10,7 +10,7 @@ import torch
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.completion import complete, complete_loss
-from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection
 from offbeat.common.settings.learning_sections import AdvantageSection, LossSection
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.deploy.checks.user_functions import check_learner_functions, learner_functions
@@ -239,7 +239,7 @@ def test_loss_from_which_nothing_can_be_learned_is_found_before_anything_starts(
 def test_own_advantages_beside_a_critic_are_refused() -> None:
     config = Config(
         model=ModelSection(path="model"),
-        task=TaskSection(train_data="data.jsonl"),
+        data=DataSection(train_data="data.jsonl"),
         loss=LossSection(objective="ppo"),
         advantage=AdvantageSection(function="own_objective:ranks"),
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offbeat.common.models.images import ImageFile, ImageReader, hash_image
-from offbeat.common.settings.config import Config, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection
 from offbeat.learner.policy.images import ImagePacker, prompt_positions
 from offbeat.learner.policy.loading import check_policy, load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -33,7 +33,7 @@ def reader(folder: Path) -> ImageReader:
 @pytest.fixture(scope="module")
 def module(folder: Path) -> CompletionLogprobs:
     model = ModelSection(path=str(folder), dtype="float32")
-    loaded = load_policy(Config(model=model, task=TaskSection(image_field="image")))
+    loaded = load_policy(Config(model=model, data=DataSection(image_field="image")))
     check_policy(loaded, model, torch.device("cpu"))
     return loaded
 

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import StepRow, row_fields
-from offbeat.common.settings.config import Config, ModelSection, ScaleSection, StalenessSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, ScaleSection, StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
@@ -40,7 +40,7 @@ class FakeDispatcher:
     def __init__(self, train: TrainSection, max_staleness: int) -> None:
         self._config = Config(
             model=ModelSection(path="model"),
-            task=TaskSection(train_data="data.jsonl"),
+            data=DataSection(train_data="data.jsonl"),
             staleness=StalenessSection(max_staleness=max_staleness),
             train=train,
         )

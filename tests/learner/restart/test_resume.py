@@ -14,7 +14,7 @@ import torch
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalRow, Row, row_fields
-from offbeat.common.settings.config import Config, LogSection, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -440,21 +440,21 @@ def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_h
     more = [*PROMPTS, PROMPTS[0]._replace(prompt_id=len(PROMPTS))]
     # A run of an older program has no identity that could be compared.
     with pytest.raises(
-        SettingError, match=r"task\.appended_data = .refuse.: .* made with 5 prompts, and task\.train_data now has 6"
+        SettingError, match=r"data\.appended_data = .refuse.: .* made with 5 prompts, and data\.train_data now has 6"
     ):
         resume.recover_run(old_run, state, more, 3, has_log=True)
     recovered = resume.recover_run(old_run, state, more, 3, has_log=True, may_append=True)
     first, _ = told(resume.report_resumed, recovered, 1)
-    assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "task.train_data", "5", "6")
+    assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "data.train_data", "5", "6")
     assert first["detail"].startswith(
-        "1 prompts were added to the end of the 5 of task.train_data; they are leased from epoch 1"
+        "1 prompts were added to the end of the 5 of data.train_data; they are leased from epoch 1"
     )
-    with pytest.raises(SettingError, match=r"made with 5 prompts, and task\.train_data now has 4"):
+    with pytest.raises(SettingError, match=r"made with 5 prompts, and data\.train_data now has 4"):
         resume.recover_run(old_run, state, PROMPTS[:4], 3, has_log=True, may_append=True)
 
 
 def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
-    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
+    config = Config(model=ModelSection(path="model"), data=DataSection(train_data="data.jsonl"))
     event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)
     (row,) = told(resume.report_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), old_run)
     assert (row["event"], row["setting"], row["value"]) == ("setting_kept", "staleness.max_staleness", "3")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import hash_weights
 from offbeat.common.records.rows import EventRow
-from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.settings.loading import replace_settings, setting_names
 from offbeat.common.settings.resume_rules import OUTCOMES, RULES
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Config:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
-    return Config(model=ModelSection(path=str(model)), task=TaskSection(train_data="train.jsonl"))
+    return Config(model=ModelSection(path=str(model)), data=DataSection(train_data="train.jsonl"))
 
 
 def identity_of(config: Config, hashes: ModelHashes = HASHES, train: PromptHashes = NO_PROMPTS) -> RunIdentity:
@@ -77,9 +77,8 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
         loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
         evaluation=replace(config.evaluation, function="json:load"),
-        task=replace(
-            config.task, train_data="json:dumps", reward="json:dumps", environment="json:dumps", curriculum="json:dumps"
-        ),
+        data=replace(config.data, train_data="json:dumps", curriculum="json:dumps"),
+        task=replace(config.task, reward="json:dumps", environment="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
     )
     identity = make_identity(full, HASHES, numbers(1), numbers(2))
@@ -112,7 +111,7 @@ def test_identity_is_read_as_it_was_written_and_none_where_there_is_none(config:
     [
         ({"rollout": RolloutSection(temperature=0.5)}, "rollout.temperature", "0.5: the run was made with 1.0. Set rollout."),
         ({"loss": LossSection(objective="grpo")}, "loss.objective", 'the run was made with "gspo"'),
-        ({"task": TaskSection(train_data="train.jsonl", chat_template=True)}, "task.chat_template", "made with false"),
+        ({"data": DataSection(train_data="train.jsonl", chat_template=True)}, "data.chat_template", "made with false"),
         ({"reward": msgspec.convert({"clip": 2.0}, type(Config().reward))}, "reward.clip", "2.0: the run was made with none"),
     ],
 )
@@ -185,7 +184,7 @@ def test_changed_data_is_described(before: PromptHashes | None, after: PromptHas
 def test_other_prompts_are_refused(config: Config, after: list[Prompt]) -> None:
     before, now = hash_prompts(prompts("a", "b")), hash_prompts(after)
     error = refusal(identity_of(config, train=before), identity_of(config, train=now), before, now)
-    assert error.setting == "task.train_data"
+    assert error.setting == "data.train_data"
     assert "these are not the prompts that the run was made with" in str(error)
 
 
@@ -195,10 +194,10 @@ def test_prompts_behind_the_last_are_recorded_where_they_may_be_added(config: Co
     # The hashes of a folder whose data has grown already say nothing of an older checkpoint's.
     for known in (before, now, None):
         (change,) = require_same_run(first, second, known, now, may_append=True)
-        assert (change.name, change.before[:9], change.after[:9]) == ("task.train_data: prompts", "2 prompts", "3 prompts")
+        assert (change.name, change.before[:9], change.after[:9]) == ("data.train_data: prompts", "2 prompts", "3 prompts")
         with pytest.raises(SettingError) as caught:
             require_same_run(first, second, known, now)
-        assert "1 prompts were added to the end of the 2. Give the data as it was, or set task.appended_data=allow, to" in str(
+        assert "1 prompts were added to the end of the 2. Give the data as it was, or set data.appended_data=allow, to" in str(
             caught.value
         )
 
@@ -278,8 +277,8 @@ def test_changed_module_that_a_reward_imports_is_recorded_by_its_name(
 @pytest.mark.parametrize(
     "setting",
     [
-        "task.train_data",
-        "task.curriculum",
+        "data.train_data",
+        "data.curriculum",
         "task.reward",
         "reward.length_penalty",
         "loss.function",
@@ -300,13 +299,13 @@ def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: 
 
 
 def test_function_that_returns_other_rows_is_refused_with_its_own_cure(config: Config) -> None:
-    config = replace(config, task=replace(config.task, train_data="mine:rows"))
+    config = replace(config, data=replace(config.data, train_data="mine:rows"))
     before = hash_prompts(prompts("a", "b"))
     now = before[::-1]
     with pytest.raises(SettingError) as raised:
         require_same_run(identity_of(config, train=before), identity_of(config, train=now), before, now)
     text = str(raised.value)
-    assert text.startswith('task.train_data = "mine:rows": these are not the prompts that the run was made with')
+    assert text.startswith('data.train_data = "mine:rows": these are not the prompts that the run was made with')
     assert "the 2 prompts are in another order. Let the function return the rows as it did to resume" in text
 
 

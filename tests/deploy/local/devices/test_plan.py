@@ -18,7 +18,7 @@ FILES = {
     path.parent.name: path for path in [ROOT / "deploy/local/quickstart/quickstart.toml", *ROOT.glob("examples/*/run.toml")]
 }
 SIZES = {"Qwen/Qwen3-0.6B": sizes_of(QWEN3_600M), "Qwen/Qwen3-8B": sizes_of(QWEN3_8B)}
-BASE = ["model.path=m", "task.train_data=d", "train.activation_checkpointing=true"]
+BASE = ["model.path=m", "data.train_data=d", "train.activation_checkpointing=true"]
 
 
 def config_of(name: str, folder: Path) -> Config:

@@ -59,6 +59,6 @@ def test_row_fits_its_machine_with_the_sums_that_stand_there(row: tuple[str, ...
 @pytest.mark.parametrize("num_gpus", [1, 8])
 def test_every_toml_of_the_pages_can_be_planned(page: Path, block: str, num_gpus: int, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(block)
-    config = load(tmp_path / "run.toml", [] if "[model]" in block else ["model.path=m", "task.train_data=d"])
+    config = load(tmp_path / "run.toml", [] if "[model]" in block else ["model.path=m", "data.train_data=d"])
     plan = make_plan(config, machine(num_gpus), sizes_for(config))
     assert len(plan.actors) == config.launch.num_actors

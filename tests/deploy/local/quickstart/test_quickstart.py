@@ -90,10 +90,10 @@ def test_placeholder_is_replaced_by_the_folder(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = quickstart_folder()
     folder.mkdir(parents=True)
-    config = expand(load(None, ["model.path={quickstart}/model", "task.train_data={quickstart}/train.jsonl"]))
+    config = expand(load(None, ["model.path={quickstart}/model", "data.train_data={quickstart}/train.jsonl"]))
     assert config.model.path == f"{folder}/model"
-    assert config.task.train_data == f"{folder}/train.jsonl"
-    assert config.task.eval_data == ""
+    assert config.data.train_data == f"{folder}/train.jsonl"
+    assert config.data.eval_data == ""
 
 
 def test_config_without_the_placeholder_makes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

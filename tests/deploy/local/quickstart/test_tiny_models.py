@@ -65,7 +65,7 @@ def test_stand_in_for_gsm8k_has_its_format_and_fits_the_cpu_config(tmp_path: Pat
     make(Path("runs/tiny-gsm8k"), num_train=40, num_eval=4)
     config = load(config_file)
     look(config, "check")
-    rows = [msgspec.json.decode(line) for line in Path(config.task.train_data).read_bytes().splitlines()]
+    rows = [msgspec.json.decode(line) for line in Path(config.data.train_data).read_bytes().splitlines()]
     assert len(rows) == 40
     for row in rows:
         first, second, total = (
