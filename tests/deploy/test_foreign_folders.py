@@ -56,7 +56,7 @@ def offbeat(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_commands_run_beside_folders_of_the_same_names(home: Path) -> None:
-    assert "Commands" in offbeat(home, "--help").stdout
+    assert "Operate a RUN" in offbeat(home, "--help").stdout
     checked = offbeat(home, "check", "run.toml")
     assert checked.returncode == 0, checked.stderr
     assert 'reward = "my_reward:reward"' in checked.stdout
