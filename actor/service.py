@@ -252,6 +252,9 @@ class ActorService:
     def _staying_in_touch(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which heartbeats go on during an update of the weights."""
         self.page.be_busy(self._config.weights.timeout_s)
+        if self._learner.is_welcome:
+            # The last one may be from before the weights were loaded.
+            self._learner.send_heartbeat(self._heartbeat())
         return self._learner.busy(self._config.weights.timeout_s, "an update of the weights")
 
     def _commit_weights(self) -> None:

@@ -173,7 +173,7 @@ def test_heartbeats_go_on_in_a_long_commit_until_it_counts_as_hanging(
         may_end.set()
         assert learner.wait(CanaryScored).policy_version == 0
         learner.wait(ActorHeartbeat)
-        assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
 
 
 def test_heartbeats_go_on_while_the_files_are_scored(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
