@@ -180,9 +180,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny_model: Path, monkeypatc
 
 def test_a_hopeless_run_ends_with_the_reward_that_it_has(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_run, "EVALUATION_INTERVAL", 1)
-    monkeypatch.setattr(hopeless, "WINDOW", 1)
-    monkeypatch.setattr(hopeless, "AFTER", 2)
-    monkeypatch.setattr(hopeless, "MARGIN", -2.0)
+    monkeypatch.setattr(hopeless, "HOPELESS_WINDOW", 1)
+    monkeypatch.setattr(hopeless, "HOPELESS_AFTER", 2)
+    monkeypatch.setattr(hopeless, "HOPELESS_MARGIN", -2.0)
     result = run(tiny_model, lag=1)
     assert (result.outcome, result.num_steps, len(result.points)) == ("hopeless", 3, 4)
     assert 0 < result.final_reward < 1

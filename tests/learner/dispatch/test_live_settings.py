@@ -111,7 +111,7 @@ def test_settings_are_judged_together() -> None:
 
 def test_clip_band_of_an_objective_without_one_is_refused() -> None:
     given = complete(Config(model=GIVEN.model, data=GIVEN.data, loss=LossSection(objective="sapo")))
-    with pytest.raises(SettingError, match=r"loss.clip_low = 0.1: loss.objective = 'sapo' does not clip"):
+    with pytest.raises(SettingError, match=r"loss.clip_low = 0.1: loss.objective = 'sapo\(1, 1.05\)' does not clip"):
         make(given).propose({"loss.clip_low": "0.1"})
 
 
