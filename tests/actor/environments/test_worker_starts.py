@@ -118,7 +118,7 @@ def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp
             # Reaches every process but the workers, which lead sessions of their own, and ends none.
             os.killpg(actor.pid, signal.SIGTERM)
         assert len(draws - {"printed:"}) == 8, "they draw the same numbers"
-        assert (tmp_path / "errors").read_text() == "a library speaks\n" * 4, "a handler of the actor's has written it"
+        assert (tmp_path / "errors").read_text() == "printed: a library speaks\n" * 4, "a handler of the actor's has written it"
         actor.kill()
         until(lambda: all(processes.has_ended(pid) for pid in pids))
     assert len(set(pids)) == 4
