@@ -139,7 +139,7 @@ class Grid(NamedTuple):
 
 
 Block = Plot | Table | Sentence | Bullets | NamedNumbers | Caption | Missing | Sum | Tiles | Folded | Card | Grid
-"""What a section is made of; the template has a macro of the name of each class."""
+"""A part of a section; the template has a macro of the name of each class."""
 
 
 class PageSection(NamedTuple):

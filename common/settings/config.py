@@ -126,9 +126,9 @@ class TaskSection(Section, frozen=True):
     """Time limit for one call of the reward function, in seconds; for a plain function of one completion, for the calls of a
     group together."""
     reward_retry_s: NonNegativeFloat = 600.0
-    """How long to keep retrying a group whose reward is temporarily unavailable (a time limit, a lost connection, HTTP 429 or
-    5xx, or `RewardUnavailable`), with back-off, in seconds. Its lease is extended by this time. 0: such a group fails at once.
-    With `task.environment`, how long to keep replaying an episode that fails for such a reason."""
+    """Time for which a group is retried while its reward is temporarily unavailable (a time limit, a lost connection, HTTP 429
+    or 5xx, or `RewardUnavailable`), with back-off, in seconds. Its lease is extended by this time. 0: such a group fails at
+    once. With `task.environment`, how long to keep replaying an episode that fails for such a reason."""
 
 
 class EnvironmentSection(Section, frozen=True):
@@ -212,8 +212,8 @@ class StalenessSection(Section, frozen=True):
     """Staleness bound, in optimizer steps: the learner only hands out work that would still be within this policy lag when its
     turn to be trained comes. 0: synchronous, on-policy training. `max_off_policy_steps` is another name for this setting."""
     target: Literal["auto", "bound"] = "auto"
-    """How far ahead work is handed out, within `staleness.max_staleness`. auto: just far enough that the learner does not wait
-    for rollouts, so that groups are no older than needed. bound: as far as the bound allows."""
+    """Amount of work that is handed out ahead, within `staleness.max_staleness`. auto: just enough that the learner does not
+    wait for rollouts, so that groups are no older than needed. bound: as much as the bound allows."""
     staleness_policy: Literal["gate", "drop", "abort"] = "gate"
     """Treatment of a group that exceeds `staleness.max_staleness` anyway. gate: train on it and count it. drop: discard it when
     its turn comes and re-queue its prompt. abort: like drop, and also cancel generation that is already too old."""

@@ -27,7 +27,7 @@ from offbeat.lab.simulation.account import Account, Scaling, Totals
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
 from offbeat.lab.simulation.timings import Draws, EventKind, Fleet, Timings, WorkClock
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
+from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 
@@ -133,7 +133,7 @@ class Simulation:
         self._clock = WorkClock(fleet.cores, timings.load)
         self._account = Account()
         self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(
-            policy, evaluations, self._account, LeaseTarget(policy) if policy.bounds.target == "auto" else None
+            policy, evaluations, self._account, make_target(policy)
         )
         self._actors = SimulatedActors(
             self._clock,
@@ -290,13 +290,10 @@ class Simulation:
 
     def _begin_batch(self) -> None:
         num_dropped = self._account.num_dropped
-        target = self._scheduler.target
-        if target is not None:
-            target.ask(self._account.num_ready, self._clock.seconds)
+        self._scheduler.ask(self._clock.seconds)
         groups = self._scheduler.select(self._policy_version, self._account.drop)
         if groups:
-            if target is not None:
-                target.take(self._clock.seconds)
+            self._scheduler.take(self._clock.seconds)
             self._account.begin_batch(groups)
             self._is_learner_free = False
             self._waited_s = self._clock.seconds - self._free_since

@@ -42,7 +42,7 @@ from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
-from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
+from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -135,8 +135,9 @@ class Dispatcher:
         failures = self._failures = LeaseFailures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
         evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
         self._evaluations = evaluations
-        self._target = LeaseTarget(settings.staleness) if config.staleness.target == "auto" else None
-        scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, self._target)
+        target = make_target(settings.staleness)
+        scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, target)
+        self._scheduler = scheduler
         roster = self._roster = Roster(contract, config.hub, versions, queue, within_budget(config, failures, record))
         claims_until = now + config.hub.dead_after_s
         desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, queue, record, claims_until)
@@ -180,14 +181,12 @@ class Dispatcher:
         Raises `RunFailedError`, or the error that ended the hub's thread.
         """
         with self._lock:
-            if self._target is not None:
-                self._target.ask(self._journal.ledger.num_ready, self._clock())
+            self._scheduler.ask(self._clock())
             groups = self._lock.wait_for(self._select, timeout_s)
             if groups is None:
                 self._watchdog.look(self._clock(), self._listeners.weight_problems)
                 return None
-            if self._target is not None:
-                self._target.take(self._clock())
+            self._scheduler.take(self._clock())
             self._watchdog.rest()
             return groups
 
@@ -306,7 +305,7 @@ class Dispatcher:
     def lease_limit(self) -> int:
         """Return the largest number of leases that may be open now."""
         with self._lock:
-            return self._settings.staleness.most_open if self._target is None else self._target.limit
+            return self._scheduler.lease_limit
 
     def members(self) -> list[tuple[bytes, str, int | None, str | None]]:
         """Return address, name, policy version (None: it has no weights of this process) and GPU of every live actor."""

@@ -145,8 +145,13 @@ class LeaseTarget:
             self._spare.clear()
 
 
+def make_target(policy: StalenessPolicy) -> LeaseTarget | None:
+    """Return the target of a run by `staleness.target`; None where the bound alone limits the leases."""
+    return LeaseTarget(policy) if policy.bounds.target == "auto" else None
+
+
 class RolloutScheduler(Generic[G]):
-    """Drives a `StalenessPolicy` over the books of one run; has no clock, no sockets and no state."""
+    """Drives a `StalenessPolicy` over the books of one run. It has no clock, no sockets, and no state but its target's."""
 
     def __init__(
         self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G], target: LeaseTarget | None = None
@@ -156,7 +161,22 @@ class RolloutScheduler(Generic[G]):
         """The bound that the rounds go by."""
         self._evaluations = evaluations
         self._books = books
-        self.target = target
+        self._target = target
+
+    @property
+    def lease_limit(self) -> int:
+        """Largest number of leases that are granted and neither trained nor dropped."""
+        return self.policy.most_open if self._target is None else self._target.limit
+
+    def ask(self, at: float) -> None:
+        """Note that the learner is free for a batch at this time; repeated until it gets one."""
+        if self._target is not None:
+            self._target.ask(self._books.num_ready, at)
+
+    def take(self, at: float) -> None:
+        """Note that the learner got its batch at this time, in seconds of the caller's clock."""
+        if self._target is not None:
+            self._target.take(at)
 
     def grant(self, policy_version: int, actors: LeaseTakers) -> None:
         """Lease prompts to actors, those of a due evaluation first.
@@ -172,10 +192,10 @@ class RolloutScheduler(Generic[G]):
         # The place in line decides when a group is trained, and so which weights it may be generated under.
         for place in range(num_open, num_open + self.policy.admit(policy_version, num_open)):
             min_version = self.policy.min_policy_version(policy_version, place)
-            if self.target is not None:
-                if place >= self.target.limit:
+            if self._target is not None:
+                if place >= self._target.limit:
                     return
-                min_version = max(min_version, self.target.min_policy_version(policy_version, place))
+                min_version = max(min_version, self._target.min_policy_version(policy_version, place))
             if not actors.lease_training(min_version):
                 return
 
@@ -185,7 +205,7 @@ class RolloutScheduler(Generic[G]):
         True when the run has more leases to come: the bound admits no more of them, or only under newer weights. False while
         the target is narrower than the bound.
         """
-        is_bound = self.target is None or self.target.limit >= self.policy.most_open
+        is_bound = self.lease_limit >= self.policy.most_open
         return is_bound and self.policy.left_in_run(policy_version) > self._books.num_open
 
     def abort(self, policy_version: int) -> list[int]:

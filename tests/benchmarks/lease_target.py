@@ -1,4 +1,4 @@
-"""What `staleness.target = "auto"` costs and brings, simulated over speeds, bounds and spreads of length.
+"""The cost and the gain of `staleness.target = "auto"`, simulated over speeds, bounds and spreads of length.
 
     python -m tests.benchmarks.lease_target     # half a minute
 

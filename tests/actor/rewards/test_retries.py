@@ -1,4 +1,4 @@
-"""What failed is tried again later and later, within its time; while most fails, little is tried; calls keep their rate."""
+"""Retries with growing delays up to a deadline, a breaker for times in which most calls fail, and a limit on their rate."""
 
 import itertools
 

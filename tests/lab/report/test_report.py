@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 START = 1_700_000_000.0
 FIGURE = '<script type="application/json" class="figure">'
-"""What stands before a figure's JSON."""
+"""The text before a figure's JSON."""
 
 CONFIG = """
 [model]
