@@ -23,12 +23,14 @@ from offbeat.protocols.wire import UnknownMessageError, WireError
 
 logger = logging.getLogger(__name__)
 
-
 REBIND_S = 60.0
 """Seconds for which a learner that resumes tries to bind a hub address that another process has taken."""
-
 CHUNK_REQUEST_BYTES = 4096
 """Longest message to the weight server."""
+TICK_S = 0.05
+"""Longest time between two ticks of the dispatcher."""
+RECEIVE_S = 0.01
+"""Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
 
 
 def open_hub(config: Config) -> Hub:
@@ -87,14 +89,6 @@ def hub_rejections(hub: Hub) -> dict[str, int]:
         "connections that said nothing, closed to make room": hub.num_closed,
     }
     return dict(hub.num_dropped) | {what: number for what, number in connections.items() if number}
-
-
-TICK_S = 0.05
-"""Longest time between two ticks of the dispatcher."""
-
-
-RECEIVE_S = 0.01
-"""Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
 
 
 class HubThread:

@@ -39,34 +39,6 @@ class JoinPayload(NamedTuple):
     """The reason why there is none, with the cure."""
 
 
-class JoinServer:
-    """Answers requests for parts of the join settings. The dispatcher's lock guards it."""
-
-    def __init__(self, payload: JoinPayload, send_queue: SendQueue) -> None:
-        self._payload = payload
-        self._send_queue = send_queue
-        self._digest = hashlib.sha256(payload.content).hexdigest()
-        self._num_parts = -(-len(payload.content) // PART_BYTES)
-        self._num_served: dict[bytes, int] = {}
-        """Parts that each peer was sent, oldest peer first: a peer that asks and does not read would fill the memory."""
-
-    def answer(self, peer: bytes, index: int) -> None:
-        """Send a peer this part, or the reason why it gets none."""
-        if not self._num_parts:
-            self._send_queue.send(peer, Refused(reason=self._payload.obstacle))
-            return
-        num_served = self._num_served.get(peer, 0)
-        if index >= self._num_parts or num_served >= MAX_SERVINGS * self._num_parts:
-            reason = f"the run has {self._num_parts} parts, and {num_served} were sent: start the actor anew"
-            self._send_queue.send(peer, Refused(reason=reason))
-            return
-        self._num_served[peer] = num_served + 1
-        if len(self._num_served) > MAX_PEERS:
-            del self._num_served[next(iter(self._num_served))]
-        part = np.frombuffer(self._payload.content, np.uint8, offset=index * PART_BYTES)[:PART_BYTES]
-        self._send_queue.send(peer, RunPart(index=index, num_parts=self._num_parts, digest=self._digest), part)
-
-
 class Contract(NamedTuple):
     """The learner's side of the hello."""
 
@@ -238,3 +210,31 @@ def differences(contract: Contract, hello: Hello) -> list[str]:
             f"it computes with {hello.engine.quantization}, the learner does not: `offbeat calibrate` measures the noise"
         )
     return found
+
+
+class JoinServer:
+    """Answers requests for parts of the join settings. The dispatcher's lock guards it."""
+
+    def __init__(self, payload: JoinPayload, send_queue: SendQueue) -> None:
+        self._payload = payload
+        self._send_queue = send_queue
+        self._digest = hashlib.sha256(payload.content).hexdigest()
+        self._num_parts = -(-len(payload.content) // PART_BYTES)
+        self._num_served: dict[bytes, int] = {}
+        """Parts that each peer was sent, oldest peer first: a peer that asks and does not read would fill the memory."""
+
+    def answer(self, peer: bytes, index: int) -> None:
+        """Send a peer this part, or the reason why it gets none."""
+        if not self._num_parts:
+            self._send_queue.send(peer, Refused(reason=self._payload.obstacle))
+            return
+        num_served = self._num_served.get(peer, 0)
+        if index >= self._num_parts or num_served >= MAX_SERVINGS * self._num_parts:
+            reason = f"the run has {self._num_parts} parts, and {num_served} were sent: start the actor anew"
+            self._send_queue.send(peer, Refused(reason=reason))
+            return
+        self._num_served[peer] = num_served + 1
+        if len(self._num_served) > MAX_PEERS:
+            del self._num_served[next(iter(self._num_served))]
+        part = np.frombuffer(self._payload.content, np.uint8, offset=index * PART_BYTES)[:PART_BYTES]
+        self._send_queue.send(peer, RunPart(index=index, num_parts=self._num_parts, digest=self._digest), part)
