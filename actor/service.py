@@ -36,31 +36,8 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config, max_episode_tokens
 from offbeat.common.settings.hub_keys import keys_of_peer
+from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import (
-    Ack,
-    ActorHeartbeat,
-    ActorStats,
-    Cancel,
-    Chunk,
-    ChunkGone,
-    Credit,
-    CreditLimit,
-    Goodbye,
-    LearnerHeartbeat,
-    LearnerMessage,
-    Lease,
-    LiveSettingsReport,
-    Refused,
-    RewardTrouble,
-    RunPart,
-    SayHello,
-    StatusReport,
-    Stop,
-    WeightPull,
-    WeightUpdate,
-    Welcome,
-)
 from offbeat.protocols.text import as_name
 from offbeat.protocols.wire import Frame, FromLearner, token_ids
 
@@ -228,7 +205,7 @@ class ActorService:
                 if self._stop:
                     self._leave()
             logger.info("leaving: %s", self._end_reason)
-            self._learner.send(Goodbye(reason=self._end_reason))
+            self._learner.send(messages.Goodbye(reason=self._end_reason))
         return self._end_reason
 
     def _keep_in_touch(self) -> None:
@@ -242,7 +219,7 @@ class ActorService:
         if self._offered != self._credit():
             self._offer()
 
-    def _heartbeat(self) -> ActorHeartbeat:
+    def _heartbeat(self) -> messages.ActorHeartbeat:
         heartbeat = self._learner.make_heartbeat(
             self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
         )
@@ -312,37 +289,43 @@ class ActorService:
         is_behind = self._leases.are_waiting_for_weights or self._engine.policy_version is None
         return "wait_weights" if is_behind else "wait_leases"
 
-    def _handle(self, message: LearnerMessage, arrays: tuple[Frame, ...]) -> None:
+    def _handle(self, message: messages.LearnerMessage, arrays: tuple[Frame, ...]) -> None:
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self._join(message, canary=token_ids(arrays[0]).tolist())
-            case SayHello():
+            case messages.SayHello():
                 self._learner.lose()
-            case Lease():
+            case messages.Lease():
                 self._leases.add(message, token_ids(arrays[0]).tolist(), *arrays[1:])
-            case Ack():
+            case messages.Ack():
                 if message.outcome == "rejected":
                     logger.warning("the learner rejected lease %d: %s", message.lease_id, message.detail)
                 self._outbox.acknowledge(message.lease_id)
-            case Cancel():
+            case messages.Cancel():
                 self._leases.cancel(message.lease_ids)
-            case CreditLimit():
+            case messages.CreditLimit():
                 self._change_capacity(message.capacity)
-            case WeightUpdate() | WeightPull():
+            case messages.WeightUpdate() | messages.WeightPull():
                 self._weights.announce(message)
-            case LearnerHeartbeat():
+            case messages.LearnerHeartbeat():
                 self._learner.note_heartbeat(message)
-            case Refused():
+            case messages.Refused():
                 raise RefusedError(f"the learner refused this actor: {message.reason}")
-            case Stop():
+            case messages.Stop():
                 self._end_reason = f"the learner ended the run: {message.reason}"
-            case Chunk() | ChunkGone() | RunPart() | StatusReport() | LiveSettingsReport():
+            case (
+                messages.Chunk()
+                | messages.ChunkGone()
+                | messages.RunPart()
+                | messages.StatusReport()
+                | messages.LiveSettingsReport()
+            ):
                 # Answers to questions that are not asked over the hub's link.
                 pass
             case _:
                 assert_never(message)
 
-    def _join(self, welcome: Welcome, canary: list[int]) -> None:
+    def _join(self, welcome: messages.Welcome, canary: list[int]) -> None:
         """Begin or resume work for the learner that admitted this actor: send it every unacknowledged answer again."""
         is_another_learner = self._learner.accept(welcome)
         if is_another_learner:
@@ -372,15 +355,15 @@ class ActorService:
         credit = self._credit()
         if self._offered is not None and credit < min(self._offered, self._capacity):
             logger.warning("most rewards or episodes of the last minute failed: takes one lease at a time until one succeeds")
-        if self._learner.send(Credit(capacity=credit)):
+        if self._learner.send(messages.Credit(capacity=credit)):
             self._offered = credit
 
     def _held_lease_ids(self) -> tuple[int, ...]:
         """Return the leases at work, and those whose answers are not acknowledged."""
         return (*self._leases.lease_ids, *self._outbox.lease_ids)
 
-    def _stats(self) -> ActorStats:
-        return ActorStats(
+    def _stats(self) -> messages.ActorStats:
+        return messages.ActorStats(
             num_generated_tokens=self._engine.num_generated_tokens,
             num_groups_sent=self._leases.num_groups,
             num_running_completions=self._engine.num_unfinished,
@@ -389,11 +372,13 @@ class ActorService:
             environment=self._leases.environment_counts(),
         )
 
-    def _reward_trouble(self) -> RewardTrouble | None:
+    def _reward_trouble(self) -> messages.RewardTrouble | None:
         trouble = self._leases.reward_trouble()
         if trouble is None:
             return None
-        return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.lease_ids)
+        return messages.RewardTrouble(
+            waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.lease_ids
+        )
 
     def _leave(self) -> None:
         """Take no more leases, and hand over as soon as those at work are finished or their time is over."""

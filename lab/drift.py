@@ -17,19 +17,7 @@ from offbeat.common.records.rows import EventRow, LedgerSums
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.terminal import FittedTable, stdout_console
-from offbeat.learner.diagnostics.length_bias import (
-    FORMATS,
-    LABELS,
-    OF_EPISODES,
-    QUANTITIES,
-    BiasReport,
-    BiasTest,
-    Distribution,
-    EndedLease,
-    OutcomeSummary,
-    Quantity,
-    bias_report,
-)
+from offbeat.learner.diagnostics import length_bias
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
 """Outcome of a lease that ended without a group, by the event that tells of it."""
@@ -41,7 +29,7 @@ class DriftReport(msgspec.Struct, frozen=True):
     by_lag: list[LagDrift]
     by_turn: list[TurnDrift]
     """Empty for a run without episodes of several turns."""
-    bias: BiasReport
+    bias: length_bias.BiasReport
     verdict: list[str]
     """The bias report in sentences, see `verdict`."""
     books: LedgerSums | None
@@ -62,11 +50,11 @@ def print_drift(run_folder: Path, *, as_json: bool) -> None:
 
 def drift_report(history: RunHistory) -> DriftReport:
     """Return the run's drift by policy lag and its bias report."""
-    bias = bias_report(ended_leases(history))
+    bias = length_bias.bias_report(ended_leases(history))
     return DriftReport(history.drift_by_lag, history.drift_by_turn, bias, verdict(bias, history.ledger), history.ledger)
 
 
-def ended_leases(history: RunHistory) -> list[EndedLease]:
+def ended_leases(history: RunHistory) -> list[length_bias.EndedLease]:
     """Return the run's leases that have ended, in the order of their ends.
 
     Of the leases without a group, only those taken back or aborted have a row that tells of them.
@@ -78,15 +66,15 @@ def ended_leases(history: RunHistory) -> list[EndedLease]:
     return [lease for _, lease in sorted(ended, key=lambda item: item[0])]
 
 
-def _unfinished(row: EventRow) -> EndedLease | None:
+def _unfinished(row: EventRow) -> length_bias.EndedLease | None:
     if row.event not in _UNFINISHED_OUTCOMES or row.lease_id is None:
         return None
     reason = "aborted" if row.event == "lease_aborted" else row.detail
     duration_s = math.nan if row.after_s is None else row.after_s
-    return EndedLease(row.lease_id, _UNFINISHED_OUTCOMES[row.event], reason, duration_s=duration_s)
+    return length_bias.EndedLease(row.lease_id, _UNFINISHED_OUTCOMES[row.event], reason, duration_s=duration_s)
 
 
-def verdict(report: BiasReport, books: LedgerSums | None) -> list[str]:
+def verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[str]:
     """Return the bias report in sentences: the alarms or the reason for their absence, then lateness and unknown leases."""
     trained = next(part.count for part in report.parts if part.name == "trained")
     if not trained:
@@ -105,7 +93,7 @@ def verdict(report: BiasReport, books: LedgerSums | None) -> list[str]:
     return [*sentences, _unknown(report, books)]
 
 
-def _why_silent(report: BiasReport, what: str) -> str:
+def _why_silent(report: length_bias.BiasReport, what: str) -> str:
     compared = [comparison for comparison in report.comparisons if comparison.what == what]
     strongest = max(compared, key=lambda comparison: (comparison.count, abs(comparison.effect)))
     nothing = {"dropped": "no lease with signal was dropped", "passed over": "no ready group was passed over for a younger one"}
@@ -115,11 +103,11 @@ def _why_silent(report: BiasReport, what: str) -> str:
         return nothing[what]
     return (
         f"the {strongest.count:,} ({strongest.share:.1%}) that were {what} are too few or too like the others to matter "
-        f"(largest effect {strongest.effect:+.2f} in {LABELS[strongest.quantity]}, p = {strongest.p_value:.2g})"
+        f"(largest effect {strongest.effect:+.2f} in {length_bias.LABELS[strongest.quantity]}, p = {strongest.p_value:.2g})"
     )
 
 
-def _unknown(report: BiasReport, books: LedgerSums | None) -> str:
+def _unknown(report: length_bias.BiasReport, books: LedgerSums | None) -> str:
     if books is None:
         return "Leases that are still in flight are not in this comparison, and long ones are more often among them."
     told_of = sum(part.count for part in report.parts if part.name != "generated")
@@ -158,12 +146,12 @@ def turn_cells(line: TurnDrift) -> tuple[str, ...]:
     return (line.bucket, f"{line.num_tokens:,}", number(line.lag_mean, ".2f"), number(line.k3, ".2e"))
 
 
-def part_head(report: BiasReport) -> tuple[str, ...]:
+def part_head(report: length_bias.BiasReport) -> tuple[str, ...]:
     """Return the head of `part_rows`."""
-    return ("leases", "count", *(f"{LABELS[quantity]}: mean/median/p95" for quantity in _quantities(report)))
+    return ("leases", "count", *(f"{length_bias.LABELS[quantity]}: mean/median/p95" for quantity in _quantities(report)))
 
 
-def part_rows(report: BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
+def part_rows(report: length_bias.BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
     """Return the bias report's parts as text under `part_head`, with the leases that only the learner's books know."""
     quantities = _quantities(report)
     rows = [_part_cells(part, quantities) for part in report.parts]
@@ -173,14 +161,14 @@ def part_rows(report: BiasReport, books: LedgerSums | None) -> list[tuple[str, .
     return [("leased", f"{books.leased:,}", *unknown), *rows, ("in flight", f"{books.in_flight:,}", *unknown)]
 
 
-def _quantities(report: BiasReport) -> tuple[Quantity, ...]:
+def _quantities(report: length_bias.BiasReport) -> tuple[length_bias.Quantity, ...]:
     """Return the quantities of a run: turns only where there are episodes."""
     has_episodes = any(part.num_turns is not None for part in report.parts)
-    return (*QUANTITIES, *OF_EPISODES) if has_episodes else QUANTITIES
+    return (*length_bias.QUANTITIES, *length_bias.OF_EPISODES) if has_episodes else length_bias.QUANTITIES
 
 
-def _part_cells(part: OutcomeSummary, quantities: Sequence[Quantity]) -> tuple[str, ...]:
-    distributions: dict[Quantity, Distribution | None] = {
+def _part_cells(part: length_bias.OutcomeSummary, quantities: Sequence[length_bias.Quantity]) -> tuple[str, ...]:
+    distributions: dict[length_bias.Quantity, length_bias.Distribution | None] = {
         "length": part.length,
         "duration_s": part.duration_s,
         "reward": part.reward,
@@ -190,21 +178,21 @@ def _part_cells(part: OutcomeSummary, quantities: Sequence[Quantity]) -> tuple[s
     return (
         part.name,
         f"{part.count:,}",
-        *(_summary(distributions[quantity], FORMATS[quantity]) for quantity in quantities),
+        *(_summary(distributions[quantity], length_bias.FORMATS[quantity]) for quantity in quantities),
     )
 
 
-def comparison_rows(report: BiasReport) -> list[tuple[str, ...]]:
+def comparison_rows(report: length_bias.BiasReport) -> list[tuple[str, ...]]:
     """Return the tests as text under `COMPARISON_HEAD`, without those that had nothing to compare."""
     return [_comparison_cells(comparison) for comparison in report.comparisons if comparison.count and comparison.num_others]
 
 
-def _comparison_cells(comparison: BiasTest) -> tuple[str, ...]:
+def _comparison_cells(comparison: length_bias.BiasTest) -> tuple[str, ...]:
     others = {"dropped": "trained", "passed over": "not"}[comparison.what]
-    spec = FORMATS[comparison.quantity]
+    spec = length_bias.FORMATS[comparison.quantity]
     return (
         f"{comparison.what} / {others}",
-        LABELS[comparison.quantity],
+        length_bias.LABELS[comparison.quantity],
         f"{comparison.count:,} / {comparison.num_others:,}",
         f"{comparison.mean:{spec}} / {comparison.mean_of_others:{spec}}",
         f"{comparison.effect:+.2f}",
@@ -238,5 +226,5 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Fi
     return FittedTable(table)
 
 
-def _summary(values: Distribution | None, spec: str) -> str:
+def _summary(values: length_bias.Distribution | None, spec: str) -> str:
     return "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"

@@ -18,25 +18,12 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from offbeat.protocols import wire
 from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_loopback
 from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, ConnectionLimit, FloodGuard, monitor
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyCheck, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from offbeat.protocols.text import plain
-from offbeat.protocols.wire import (
-    MAX_FRAMES,
-    Array,
-    Frame,
-    FromActor,
-    FromLearner,
-    UnknownMessageError,
-    VersionError,
-    WireError,
-    decode_from_actor,
-    decode_from_learner,
-    encode,
-    refusal_for,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +59,7 @@ class Received(NamedTuple):
 
     peer: bytes
     """Identity of the connection; `Hub.send` takes it."""
-    packet: FromActor | WireError
+    packet: wire.FromActor | wire.WireError
     sender: Sender = NO_KEYS
 
 
@@ -191,14 +178,14 @@ class Hub:
                     return Received(peer, self._decode(peer, source, frames), sender)
         return None
 
-    def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
+    def send(self, peer: bytes, message: LearnerMessage, *arrays: wire.Array) -> bool:
         """Queue a message. Return False when the peer is gone, its queue is full, or its key is no longer allowed.
 
         A large last array is not copied: the peer gets what it holds when it leaves.
         """
         if self._key_check is not None and not self._key_check.is_allowed(peer):
             return False
-        return self._send([peer, *encode(message, *arrays)])
+        return self._send([peer, *wire.encode(message, *arrays)])
 
     def note_rejected(self, peer: bytes) -> None:
         """Count a message whose content the learner rejected. After `MAX_REJECTED` in a row its sender is muted."""
@@ -252,19 +239,19 @@ class Hub:
         while more:
             frame = self._socket.recv(_NOBLOCK, copy=False)
             more = frame.more
-            if len(frames) <= MAX_FRAMES:
+            if len(frames) <= wire.MAX_FRAMES:
                 frames.append(frame)
         return frames
 
-    def _decode(self, peer: bytes, source: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
+    def _decode(self, peer: bytes, source: bytes, frames: list[zmq.Frame]) -> wire.FromActor | wire.WireError:
         try:
-            packet = decode_from_actor([frame.buffer for frame in frames])
-        except UnknownMessageError as error:
+            packet = wire.decode_from_actor([frame.buffer for frame in frames])
+        except wire.UnknownMessageError as error:
             return error
-        except WireError as error:
+        except wire.WireError as error:
             self._guard.note_malformed(source)
-            if isinstance(error, VersionError):
-                self._send([peer, *refusal_for(error)])
+            if isinstance(error, wire.VersionError):
+                self._send([peer, *wire.refusal_for(error)])
             return error
         self._guard.note_well_formed(source)
         return packet
@@ -273,7 +260,7 @@ class Hub:
         """Return the name that the flood guard knows a connection by: its key, where keys are in use."""
         return peer if self._key_check is None else self._key_check.key_of(peer) or peer
 
-    def _send(self, frames: list[Frame]) -> bool:
+    def _send(self, frames: list[wire.Frame]) -> bool:
         try:
             # Equivalent to `send_multipart` at half its cost, which is enum arithmetic for each frame.
             for frame in frames[:-1]:
@@ -344,9 +331,9 @@ class Link:
             self._close(linger_ms=0)
             raise
 
-    def send(self, message: ActorMessage, *arrays: Array) -> bool:
+    def send(self, message: ActorMessage, *arrays: wire.Array) -> bool:
         """Queue a message. Return False when there is no connection now; `refusal` may know why."""
-        frames = encode(message, *arrays)
+        frames = wire.encode(message, *arrays)
         large = sum(len(frame) for frame in frames) > COPY_THRESHOLD_BYTES
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
@@ -355,11 +342,11 @@ class Link:
             return False
         return True
 
-    def receive(self, timeout_s: float = 0.0) -> FromLearner | None:
+    def receive(self, timeout_s: float = 0.0) -> wire.FromLearner | None:
         """Return the next message, or None at the timeout. Raise `WireError` for a message that cannot be decoded."""
         if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
             return None
-        return decode_from_learner([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
+        return wire.decode_from_learner([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
 
     def refusal(self) -> str | None:
         """Return why the learner cannot be reached or turns this end away, and what to do; None where nobody answers.

@@ -17,36 +17,12 @@ import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.protocols.messages import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
-    Ack,
-    ActorHeartbeat,
-    ActorMessage,
-    CanaryRouted,
-    CanaryScored,
-    Chunk,
-    FilesScored,
-    Goodbye,
-    GroupDone,
-    Hello,
-    LearnerMessage,
-    Lease,
-    LeaseFailed,
-    LiveSettingsReport,
-    LiveSettingsRequest,
-    Refused,
-    RunPart,
-    StatusReport,
-    Stop,
-    WeightsStaged,
-    Welcome,
-)
+from offbeat.protocols import messages
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta
 from offbeat.protocols.text import plain, plain_tree
 
 _NAME = b"offbeat"
-MAGIC = _NAME + bytes([PROTOCOL_MAJOR, PROTOCOL_MINOR])
+MAGIC = _NAME + bytes([messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR])
 ITEM_BYTES = 4
 _TOKEN_ID = np.dtype("<i4")
 _LOGPROB = np.dtype("<f4")
@@ -54,19 +30,26 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1, RunPart: 1}
+ARRAY_FRAMES: dict[type, int] = {
+    messages.Welcome: 1,
+    messages.CanaryScored: 1,
+    messages.FilesScored: 1,
+    messages.CanaryRouted: 1,
+    messages.Chunk: 1,
+    messages.RunPart: 1,
+}
 """Number of array frames after the body; other messages but groups and leases have none."""
 _FOR_PEOPLE = (
-    Ack,
-    Goodbye,
-    Hello,
-    LeaseFailed,
-    LiveSettingsReport,
-    LiveSettingsRequest,
-    Refused,
-    StatusReport,
-    Stop,
-    WeightsStaged,
+    messages.Ack,
+    messages.Goodbye,
+    messages.Hello,
+    messages.LeaseFailed,
+    messages.LiveSettingsReport,
+    messages.LiveSettingsRequest,
+    messages.Refused,
+    messages.StatusReport,
+    messages.Stop,
+    messages.WeightsStaged,
 )
 """Messages with text that is printed, logged or drawn. The text of all others is names, or data such as a lease's prompt."""
 
@@ -90,7 +73,7 @@ class VersionError(WireError):
 
     def __init__(self, first_frame: bytes) -> None:
         theirs = ".".join(str(number) for number in first_frame[len(_NAME) : len(MAGIC)])
-        ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        ours = f"{messages.PROTOCOL_MAJOR}.{messages.PROTOCOL_MINOR}"
         super().__init__(
             f"the sender speaks version {theirs} of offbeat's protocol, this side speaks {ours}: install the same release of "
             "offbeat for the learner and all actors"
@@ -101,18 +84,18 @@ class VersionError(WireError):
 class FromActor(NamedTuple):
     """A decoded message of an actor."""
 
-    message: ActorMessage
+    message: messages.ActorMessage
     arrays: tuple[Frame, ...]
 
 
 class FromLearner(NamedTuple):
     """A decoded message of the learner."""
 
-    message: LearnerMessage
+    message: messages.LearnerMessage
     arrays: tuple[Frame, ...]
 
 
-def encode(message: ActorMessage | LearnerMessage, *arrays: Array) -> list[Frame]:
+def encode(message: messages.ActorMessage | messages.LearnerMessage, *arrays: Array) -> list[Frame]:
     """Return the frames of a message and its arrays."""
     expected = _num_arrays(message)
     assert len(arrays) == expected, f"{type(message).__name__} takes {expected} arrays, got {len(arrays)}"
@@ -121,7 +104,7 @@ def encode(message: ActorMessage | LearnerMessage, *arrays: Array) -> list[Frame
 
 def refusal_for(error: VersionError) -> list[Frame]:
     """Return the frames of a `Refused` behind the sender's own first frame, so that another major version understands it."""
-    return [error.first_frame, _encoder.encode(Refused(reason=str(error)))]
+    return [error.first_frame, _encoder.encode(messages.Refused(reason=str(error)))]
 
 
 def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
@@ -131,9 +114,9 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
         raise WireError(f"the body has {len(body)} bytes, more than {MAX_ACTOR_BODY_BYTES}")
     message = _from_actor(minor, body)
     _check_arrays(message, arrays)
-    if isinstance(message, GroupDone):
+    if isinstance(message, messages.GroupDone):
         _check_group(message, arrays)
-    if isinstance(message, CanaryRouted):
+    if isinstance(message, messages.CanaryRouted):
         _check_routing(message, arrays[0])
     return FromActor(message, arrays)
 
@@ -143,7 +126,7 @@ def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
     minor, body, arrays = _split(frames)
     message = _from_learner(minor, body)
     _check_arrays(message, arrays)
-    if isinstance(message, Lease) and message.images:
+    if isinstance(message, messages.Lease) and message.images:
         num_bytes = sum(image.num_bytes for image in message.images)
         if len(arrays[1]) != num_bytes:
             raise WireError(f"{num_bytes} bytes of images announced, but they have {len(arrays[1])}")
@@ -160,7 +143,7 @@ def logprobs(frame: Frame) -> NDArray[np.float32]:
     return np.frombuffer(frame, dtype=_LOGPROB)
 
 
-def routed_experts(message: CanaryRouted, frame: Frame) -> NDArray[np.int32]:
+def routed_experts(message: messages.CanaryRouted, frame: Frame) -> NDArray[np.int32]:
     """Return the experts in a frame, int32 `[num_tokens, num_layers, top_k]`: a read-only, unchecked view."""
     return np.frombuffer(frame, dtype=_TOKEN_ID).reshape(message.num_tokens, message.num_layers, message.top_k)
 
@@ -179,7 +162,7 @@ def _split(frames: Sequence[Frame]) -> tuple[int, Frame, tuple[Frame, ...]]:
     first = bytes(frames[0][:16])
     if not first.startswith(_NAME) or len(first) == len(_NAME):
         raise WireError("the first frame is not offbeat's")
-    if first[len(_NAME)] != PROTOCOL_MAJOR:
+    if first[len(_NAME)] != messages.PROTOCOL_MAJOR:
         raise VersionError(first)
     if len(first) != len(MAGIC):
         raise WireError("the first frame is not offbeat's")
@@ -195,7 +178,7 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
 
     def decode(minor: int, body: Frame) -> Any:
         try:
-            return _in_plain_text(strict.decode(body) if minor <= PROTOCOL_MINOR else decode_newer(minor, body))
+            return _in_plain_text(strict.decode(body) if minor <= messages.PROTOCOL_MINOR else decode_newer(minor, body))
         # msgspec raises these two builtin errors for text that is not UTF-8 and for deep nesting.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"malformed message: {plain(str(error), 200)}") from error
@@ -206,7 +189,9 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
         if not isinstance(tag, str):
             raise WireError("malformed message: it has no type")
         if tag not in kinds:
-            raise UnknownMessageError(f"{plain(tag, 64)} is a message of a newer offbeat (protocol {PROTOCOL_MAJOR}.{minor})")
+            raise UnknownMessageError(
+                f"{plain(tag, 64)} is a message of a newer offbeat (protocol {messages.PROTOCOL_MAJOR}.{minor})"
+            )
         kind, described = kinds[tag]
         return msgspec.convert(_known_part(tree, described), kind)
 
@@ -215,7 +200,7 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
 
 def _in_plain_text(message: Any) -> Any:
     """Return the message with all text for people made plain."""
-    if isinstance(message, ActorHeartbeat) and message.reward_trouble is not None:
+    if isinstance(message, messages.ActorHeartbeat) and message.reward_trouble is not None:
         # Only this part: a heartbeat is frequent, and may be long.
         trouble = msgspec.structs.replace(message.reward_trouble, problem=plain(message.reward_trouble.problem))
         return msgspec.structs.replace(message, reward_trouble=trouble)
@@ -253,26 +238,28 @@ def has_context(completions: Sequence[CompletionMeta]) -> bool:
     return False
 
 
-def _num_arrays(message: ActorMessage | LearnerMessage) -> int:
-    if isinstance(message, GroupDone):
+def _num_arrays(message: messages.ActorMessage | messages.LearnerMessage) -> int:
+    if isinstance(message, messages.GroupDone):
         return 2 + has_context(message.completions) + (message.experts is not None)
-    if isinstance(message, Lease):
+    if isinstance(message, messages.Lease):
         return 2 if message.images else 1
     return ARRAY_FRAMES.get(type(message), 0)
 
 
-def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame]) -> None:
+def _check_arrays(message: messages.ActorMessage | messages.LearnerMessage, arrays: Sequence[Frame]) -> None:
     expected = _num_arrays(message)
     if len(arrays) != expected:
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
-        is_bytes = isinstance(message, Chunk | RunPart) or (isinstance(message, Lease) and index == 1)
-        is_bytes |= isinstance(message, GroupDone) and message.experts is not None and index == expected - 1
+        is_bytes = isinstance(message, messages.Chunk | messages.RunPart) or (
+            isinstance(message, messages.Lease) and index == 1
+        )
+        is_bytes |= isinstance(message, messages.GroupDone) and message.experts is not None and index == expected - 1
         if len(array) % ITEM_BYTES and not is_bytes:
             raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
 
 
-def _check_group(message: GroupDone, arrays: Sequence[Frame]) -> None:
+def _check_group(message: messages.GroupDone, arrays: Sequence[Frame]) -> None:
     completions = message.completions
     if message.experts is not None:
         *arrays, content = arrays
@@ -309,7 +296,7 @@ def _check_turns(index: int, completion: CompletionMeta) -> None:
             raise WireError(f"turn {number} of completion {index} samples its first token from nothing")
 
 
-def _check_routing(message: CanaryRouted, array: Frame) -> None:
+def _check_routing(message: messages.CanaryRouted, array: Frame) -> None:
     num_experts = message.num_tokens * message.num_layers * message.top_k
     if len(array) != num_experts * ITEM_BYTES:
         raise WireError(f"{num_experts} routed experts announced, but they have {len(array)} bytes")
@@ -323,5 +310,5 @@ def _check_segments(index: int, completion: CompletionMeta) -> None:
         raise WireError(f"completion {index} of {completion.num_tokens} tokens has impossible segments")
 
 
-_from_actor: Callable[[int, Frame], ActorMessage] = _body_decoder(ActorMessage)
-_from_learner: Callable[[int, Frame], LearnerMessage] = _body_decoder(LearnerMessage)
+_from_actor: Callable[[int, Frame], messages.ActorMessage] = _body_decoder(messages.ActorMessage)
+_from_learner: Callable[[int, Frame], messages.LearnerMessage] = _body_decoder(messages.LearnerMessage)

@@ -20,19 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
 from offbeat.actor.engines.engine import Completion, Engine
+from offbeat.actor.environments import messages
 from offbeat.actor.environments.episode import Episode, EpisodeTurn, GroupMember
-from offbeat.actor.environments.messages import (
-    CancelEpisode,
-    Ended,
-    Failed,
-    FromWorker,
-    PlayEpisode,
-    Ready,
-    SampleTurn,
-    TurnSampled,
-    Withdraw,
-    digest_of,
-)
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries, UnavailableRewards
@@ -128,7 +117,7 @@ class Episodes:
         episode.add(number, completion)
         self._counts["turns"] += 1
         episode.turn_started_at = self._clock()
-        answer = TurnSampled(
+        answer = messages.TurnSampled(
             episode=episode.name,
             turn=number,
             token_ids=completion.token_ids.tolist(),
@@ -182,27 +171,27 @@ class Episodes:
         self._episodes[episode.name] = episode
         self._counts["begun"] += 1
         lease = of_lease.lease
-        message = PlayEpisode(
+        message = messages.PlayEpisode(
             episode=episode.name,
             row=lease.row,
             prompt=lease.prompt,
             num_prompt_tokens=len(of_lease.prompt_token_ids),
-            prompt_digest=digest_of(of_lease.prompt_token_ids),
+            prompt_digest=messages.digest_of(of_lease.prompt_token_ids),
             max_new_tokens=lease.sampling.max_new_tokens,
             seed=lease.lease_id,
             is_evaluation=lease.is_evaluation,
         )
         self._workers.play(episode.name, message)
 
-    def _handle(self, message: FromWorker) -> None:
+    def _handle(self, message: messages.FromWorker) -> None:
         match message:
-            case SampleTurn():
+            case messages.SampleTurn():
                 self._sample(message)
-            case Withdraw():
+            case messages.Withdraw():
                 self._withdraw(message)
-            case Ended():
+            case messages.Ended():
                 self._end(message)
-            case Failed():
+            case messages.Failed():
                 self._workers.end(message.episode)
                 closing = self._closing.pop(message.episode, None)
                 if closing is None:
@@ -210,12 +199,12 @@ class Episodes:
                     self._fail_or_put_off(message)
                 else:
                     self._note_closed(closing)
-            case Ready():
+            case messages.Ready():
                 pass
             case _:
                 assert_never(message)
 
-    def _sample(self, message: SampleTurn) -> None:
+    def _sample(self, message: messages.SampleTurn) -> None:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
@@ -244,7 +233,7 @@ class Episodes:
         sampling = Sampling(max_new_tokens=longest, temperature=sampling.temperature)
         self._engine.submit([request], prompt, sampling, cached_at=of_lease.cached_at)
 
-    def _withdraw(self, message: Withdraw) -> None:
+    def _withdraw(self, message: messages.Withdraw) -> None:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
@@ -253,7 +242,7 @@ class Episodes:
             self._engine.abort([request])
             episode.turn_started_at = self._clock()
 
-    def _end(self, message: Ended) -> None:
+    def _end(self, message: messages.Ended) -> None:
         self._workers.end(message.episode)
         closing = self._closing.pop(message.episode, None)
         if closing is not None:
@@ -283,7 +272,7 @@ class Episodes:
                 RewardedGroup(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at)
             )
 
-    def _fail_or_put_off(self, message: Failed) -> None:
+    def _fail_or_put_off(self, message: messages.Failed) -> None:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
@@ -346,7 +335,7 @@ class Episodes:
         """Ask a worker to end an episode."""
         self._counts["cancelled"] += 1
         self._closing[name] = closing
-        self._workers.send(name, CancelEpisode(episode=name))
+        self._workers.send(name, messages.CancelEpisode(episode=name))
 
     def _end_late_episodes(self) -> None:
         now = self._clock()
@@ -373,7 +362,7 @@ class Episodes:
             self._take_death(other, "its worker was replaced")
         self._closing.pop(name, None)
 
-    def _show_first(self, failed: Failed) -> None:
+    def _show_first(self, failed: messages.Failed) -> None:
         """Log the whole traceback of the first mistake."""
         if failed.is_transient or not failed.traceback or self._has_shown_mistake:
             return

@@ -12,16 +12,8 @@ from numpy.typing import NDArray
 
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import (
-    CanaryRouted,
-    CanaryScored,
-    FilesScored,
-    TensorSpec,
-    WeightPull,
-    WeightsCommitted,
-    WeightUpdate,
-)
 
 
 class WeightUpdates:
@@ -60,7 +52,7 @@ class WeightUpdates:
         """True while an update is announced, under way, or waiting for its commit."""
         return self._receiver is not None and self._receiver.is_busy
 
-    def join(self, layout: tuple[TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
+    def join(self, layout: tuple[messages.TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
         """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt.
 
         Sends the score of the canary under the model's files, if there are some; the engine holds them until its first update.
@@ -70,14 +62,14 @@ class WeightUpdates:
             with self._staying_in_touch():
                 self._file_logprobs = self._engine.score(canary).logprobs
         if self._file_logprobs is not None:
-            self._send(FilesScored(), self._file_logprobs)
+            self._send(messages.FilesScored(), self._file_logprobs)
         if self._receiver is not None and self._receiver.layout == layout and not is_another_learner:
             return
         # Weights from the learner before must not be committed under a version number of this one.
         self.close()
         self._receiver = WeightReceiver(layout, self._open_pull_link)
 
-    def announce(self, update: WeightUpdate | WeightPull) -> None:
+    def announce(self, update: messages.WeightUpdate | messages.WeightPull) -> None:
         """Start to receive an update."""
         if self._receiver is not None:
             self._receiver.announce(update)
@@ -94,7 +86,7 @@ class WeightUpdates:
             self._engine.load_weights(self._receiver.buffer, policy_version, recompute_kv=self._recompute_kv)
         stall_s = self._clock() - started
         self._receiver.release()
-        self._send(WeightsCommitted(policy_version=policy_version, stall_s=stall_s))
+        self._send(messages.WeightsCommitted(policy_version=policy_version, stall_s=stall_s))
         self._score_canary(policy_version)
 
     def close(self) -> None:
@@ -106,8 +98,10 @@ class WeightUpdates:
     def _score_canary(self, policy_version: int) -> None:
         with self._staying_in_touch():
             score = self._engine.score(self._canary)
-        self._send(CanaryScored(policy_version=policy_version), score.logprobs)
+        self._send(messages.CanaryScored(policy_version=policy_version), score.logprobs)
         if score.routed_experts is not None and self._sends_routing:
             num_tokens, num_layers, top_k = score.routed_experts.shape
-            routed = CanaryRouted(policy_version=policy_version, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k)
+            routed = messages.CanaryRouted(
+                policy_version=policy_version, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k
+            )
             self._send(routed, score.routed_experts)

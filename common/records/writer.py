@@ -14,22 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from offbeat.common.records.rows import (
-    CommitRow,
-    EvalRow,
-    EvalSampleRow,
-    EventRow,
-    GroupRow,
-    OtherRow,
-    PullRow,
-    Row,
-    SampleRow,
-    StepRow,
-    WeightsRow,
-    decode_row,
-    encode_row,
-    row_fields,
-)
+from offbeat.common.records import rows
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +23,7 @@ ROWS_FILE = "metrics.jsonl"
 
 MAX_BYTES = 512 << 20
 """Size of the rows file above which the older rows of single groups, samples and transfers are deleted."""
-_DETAILS = (GroupRow, SampleRow, EvalSampleRow, WeightsRow, PullRow, CommitRow)
+_DETAILS = (rows.GroupRow, rows.SampleRow, rows.EvalSampleRow, rows.WeightsRow, rows.PullRow, rows.CommitRow)
 """Rows that a long run does without once they are old. Most of its rows are of these kinds."""
 
 
@@ -66,7 +51,7 @@ class MetricsWriter:
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
 
-    def write(self, row: Row) -> Row:
+    def write(self, row: rows.Row) -> rows.Row:
         """Append a row, stamped with the current time unless it has one; return the stamped row.
 
         The numbers of step and evaluation rows also go to TensorBoard, over `policy_version`. Numbers that are not finite
@@ -78,7 +63,7 @@ class MetricsWriter:
             self._append_row(row)
             if self._rows.num_bytes > self._shorten_at:
                 self._shorten()
-            if isinstance(row, StepRow | EvalRow) and self._events is not None:
+            if isinstance(row, rows.StepRow | rows.EvalRow) and self._events is not None:
                 self._events.append(row.policy_version, row.time, scalars_of(row))
         return row
 
@@ -97,14 +82,14 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _append_row(self, row: Row) -> None:
-        lines = encode_row(row)
+    def _append_row(self, row: rows.Row) -> None:
+        lines = rows.encode_row(row)
         loss = ""
         if self._num_lost_in_a_row:
             loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full or failed"
-            event = EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
+            event = rows.EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
             # Both in one append: the short event alone would fit long before a row does, and report a recovery at each try.
-            lines = encode_row(event) + lines
+            lines = rows.encode_row(event) + lines
         try:
             self._rows.append(lines)
         except OSError as error:
@@ -141,12 +126,12 @@ class MetricsWriter:
         logger.info("%s: the older rows of groups, samples and transfers were deleted, to bound its size", path)
 
 
-def _beginnings(kinds: Iterable[type[Row]]) -> tuple[bytes, ...]:
+def _beginnings(kinds: Iterable[type[rows.Row]]) -> tuple[bytes, ...]:
     """Return the bytes with which the lines of these kinds begin."""
     return tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
 
 
-def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
+def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[rows.Row | rows.OtherRow]:
     """Yield the rows of a metrics file in order, without lines that are no JSON objects.
 
     A running or killed writer may leave the last line torn. The numbers of skipped lines, from 1, are appended to
@@ -154,14 +139,14 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            row = decode_row(line)
+            row = rows.decode_row(line)
             if row is not None:
                 yield row
             elif line.strip() and broken_lines is not None:
                 broken_lines.append(number)
 
 
-def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
+def read_rows_of(path: Path, *kinds: type[rows.Row]) -> Iterator[rows.Row]:
     """Yield the undamaged rows of these kinds in order; no rows where there is no file.
 
     Lines of other kinds, which are most of a long run's, are not decoded.
@@ -171,15 +156,15 @@ def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
     beginnings = _beginnings(kinds)
     with path.open("rb") as file:
         for line in file:
-            if line.startswith(beginnings) and isinstance(row := decode_row(line), kinds):
+            if line.startswith(beginnings) and isinstance(row := rows.decode_row(line), kinds):
                 yield row
 
 
-def scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
+def scalars_of(row: rows.StepRow | rows.EvalRow) -> dict[str, float]:
     """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
-    prefix = "" if isinstance(row, StepRow) else "eval/"
-    fields = row_fields(row)
-    if isinstance(row, EvalRow):
+    prefix = "" if isinstance(row, rows.StepRow) else "eval/"
+    fields = rows.row_fields(row)
+    if isinstance(row, rows.EvalRow):
         fields |= {f"pass_at_{k}": share for k, share in row.pass_at.items()}
         fields |= {f"reward/{name}": reward for name, reward in row.sets.items()}
         fields |= {f"own/{name}": number for name, number in row.numbers.items()}

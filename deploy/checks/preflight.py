@@ -37,19 +37,9 @@ from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.checks import check, check_before_run
 from offbeat.common.settings.config import Config
+from offbeat.deploy.checks import machine
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import check_inputs, check_rows
-from offbeat.deploy.checks.machine import (
-    check_actor_port,
-    check_companions,
-    check_devices,
-    check_folder,
-    check_groups_of_processes,
-    check_ports,
-    check_shared_actor_port,
-    check_variables,
-    show_devices,
-)
 from offbeat.deploy.checks.model_folders import check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
 from offbeat.deploy.checks.user_functions import (
@@ -239,12 +229,20 @@ LOOK_S = 120.0
 """Longest time for the checks that run apart. The quick start takes 3 s; much data takes longer."""
 REWARD_S = 20.0
 """Longest time for one call of each function of the user's, with the import of its module."""
-_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_trackers)
-_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, check_actor_port)
+_LEARNER: tuple[Check, ...] = (check_model, check_reference, machine.check_folder, machine.check_ports, check_trackers)
+_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, machine.check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, check_episodes, show_devices),
-    "train": (*_LEARNER, *_ACTOR, check_shared_actor_port, check_groups_of_processes, check_devices),
-    "learner": (*_LEARNER, check_variables),
+    "check": (
+        *_LEARNER,
+        *_ACTOR,
+        machine.check_groups_of_processes,
+        machine.check_variables,
+        machine.check_companions,
+        check_episodes,
+        machine.show_devices,
+    ),
+    "train": (*_LEARNER, *_ACTOR, machine.check_shared_actor_port, machine.check_groups_of_processes, machine.check_devices),
+    "learner": (*_LEARNER, machine.check_variables),
     "join": _ACTOR,
     "actor": (check_model, *_ACTOR),
 }

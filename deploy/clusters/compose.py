@@ -11,30 +11,14 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import LEARNER
 from offbeat.common.settings.loading import load
-from offbeat.deploy.clusters.container import (
-    ACTOR_KEYS,
-    ALLOWED,
-    CONFIG,
-    KEYS,
-    PAGE_PORT,
-    RUNS,
-    USER,
-    WORK,
-    Document,
-    actor_command,
-    container_settings,
-    fleet_keys,
-    learner_command,
-    run_folder,
-    write_yaml,
-)
+from offbeat.deploy.clusters import container
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, notice_s
 
 logger = logging.getLogger(__name__)
 
 COMPOSE = "compose.yaml"
 FOLDERS = ("keys", "runs", "cache")
-HEALTH = f"import urllib.request as web; web.urlopen('http://127.0.0.1:{PAGE_PORT}/healthz', timeout=5)"
+HEALTH = f"import urllib.request as web; web.urlopen('http://127.0.0.1:{container.PAGE_PORT}/healthz', timeout=5)"
 
 
 def write_compose(path: Path, overrides: Sequence[str], out: Path, image: str) -> str:
@@ -42,48 +26,48 @@ def write_compose(path: Path, overrides: Sequence[str], out: Path, image: str) -
 
     Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in containers.
     """
-    settings = [*overrides, *container_settings(load(path, overrides), LEARNER)]
+    settings = [*overrides, *container.container_settings(load(path, overrides), LEARNER)]
     in_container = load(path, [*settings, f"hub.key={LEARNER}.key"])
     for warning in check(in_container):
         logger.warning(warning)
     for folder in FOLDERS:
         (out / folder).mkdir(parents=True, exist_ok=True)
-    fleet_keys(out / "keys")
+    container.fleet_keys(out / "keys")
     write_private(out / "run.toml", path.read_text(encoding="utf-8"))
     user = _own_files(out)
     document = compose_document(in_container, settings, image, user)
-    write_yaml(
+    container.write_yaml(
         out / COMPOSE, "Written by `offbeat deploy compose`. Change it as you like. Start: docker compose up", [document]
     )
     file = shlex.quote(str(out / COMPOSE))
     return f"""\
 made {COMPOSE}, run.toml and keys in {out}. To start the run:
   docker compose -f {file} up
-To look at it: http://127.0.0.1:{PAGE_PORT}/ in a browser, or
-  docker compose -f {file} exec {LEARNER} offbeat status {run_folder(in_container)} --watch
-Relative paths in run.toml are relative to {WORK} in the image."""
+To look at it: http://127.0.0.1:{container.PAGE_PORT}/ in a browser, or
+  docker compose -f {file} exec {LEARNER} offbeat status {container.run_folder(in_container)} --watch
+Relative paths in run.toml are relative to {container.WORK} in the image."""
 
 
-def compose_document(config: Config, settings: Sequence[str], image: str, user: int) -> Document:
+def compose_document(config: Config, settings: Sequence[str], image: str, user: int) -> container.Document:
     """Return the compose file: a service for the learner, and one for each actor, which has a name of its own."""
     launch = config.launch
     learner = {
-        **_service(image, user, learner_command(config, settings), NOTICE_S, launch.learner_gpus),
-        "ports": [f"127.0.0.1:{PAGE_PORT}:{PAGE_PORT}"],
+        **_service(image, user, container.learner_command(config, settings), NOTICE_S, launch.learner_gpus),
+        "ports": [f"127.0.0.1:{container.PAGE_PORT}:{container.PAGE_PORT}"],
     }
     # The folder of the list of keys, not the file: an editor replaces files.
-    learner["volumes"] += [f"./keys:{KEYS}:ro", f"./keys:{ALLOWED}:ro", f"./runs:{RUNS}"]
+    learner["volumes"] += [f"./keys:{container.KEYS}:ro", f"./keys:{container.ALLOWED}:ro", f"./runs:{container.RUNS}"]
     services = {LEARNER: learner}
     for number in range(launch.num_actors):
         name = f"{FLEET}-{number}"
         gpus = launch.actor_gpus[number] if launch.actor_gpus else ()
-        services[name] = _service(image, user, actor_command(settings, name), notice_s(config), gpus)
-        services[name]["volumes"] += [f"./keys/{file}:{KEYS}/{file}:ro" for file in ACTOR_KEYS]
+        services[name] = _service(image, user, container.actor_command(settings, name), notice_s(config), gpus)
+        services[name]["volumes"] += [f"./keys/{file}:{container.KEYS}/{file}:ro" for file in container.ACTOR_KEYS]
     return {"name": "offbeat", "services": services}
 
 
-def _service(image: str, user: int, command: list[str], grace_s: int, gpus: Sequence[int]) -> Document:
-    service: Document = {
+def _service(image: str, user: int, command: list[str], grace_s: int, gpus: Sequence[int]) -> container.Document:
+    service: container.Document = {
         "image": image,
         # Compose replaces variables.
         "entrypoint": [word.replace("$", "$$") for word in command],
@@ -94,7 +78,7 @@ def _service(image: str, user: int, command: list[str], grace_s: int, gpus: Sequ
         "tmpfs": ["/tmp"],
         "shm_size": "2gb",
         "environment": {"HF_HOME": "/cache/huggingface", "XDG_CACHE_HOME": "/cache"},
-        "volumes": [f"./run.toml:{CONFIG}:ro", "./cache:/cache"],
+        "volumes": [f"./run.toml:{container.CONFIG}:ro", "./cache:/cache"],
         "healthcheck": {"test": ["CMD", "python3", "-c", HEALTH], "interval": "10s", "retries": 6, "start_period": "30m"},
         # A run that has ended stays so.
         "restart": "on-failure",
@@ -112,5 +96,5 @@ def _own_files(out: Path) -> int:
     if user:
         return user
     for path in [*(out / folder for folder in FOLDERS), *(out / "keys").iterdir(), out / "run.toml"]:
-        os.chown(path, USER, USER)
-    return USER
+        os.chown(path, container.USER, container.USER)
+    return container.USER

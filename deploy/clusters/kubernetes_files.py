@@ -24,34 +24,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.hub_keys import LEARNER
 from offbeat.common.settings.loading import load
-from offbeat.deploy.clusters.container import (
-    ACTOR_KEYS,
-    COLLECTIVE_PORT,
-    CONFIG,
-    HUB_PORT,
-    LEARNER_KEYS,
-    PAGE_PORT,
-    PULL_PORT,
-    WORK,
-    Document,
-    container_settings,
-    fleet_keys,
-    run_folder,
-    write_yaml,
-)
-from offbeat.deploy.clusters.kubernetes_pods import (
-    ACTOR_SECRET,
-    ALLOWED_MAP,
-    CLAIM,
-    CONFIG_MAP,
-    GPU,
-    LABELS,
-    LEARNER_SECRET,
-    RECONCILER,
-    PodOptions,
-    actor_pod,
-    learner_pod,
-)
+from offbeat.deploy.clusters import container, kubernetes_pods
 from offbeat.deploy.clusters.services import FLEET
 from offbeat.deploy.local.devices.memory import GIB, engine_need, learner_need, model_sizes
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
@@ -85,8 +58,8 @@ class Cluster(NamedTuple):
 
     image: str
     namespace: str
-    learner: PodOptions
-    actor: PodOptions
+    learner: kubernetes_pods.PodOptions
+    actor: kubernetes_pods.PodOptions
     storage: str = "100Gi"
     """Size of the learner's volume."""
     storage_class: str = ""
@@ -104,13 +77,13 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
 
     Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in a cluster.
     """
-    settings = [*overrides, *container_settings(load(path, overrides), LEARNER)]
+    settings = [*overrides, *container.container_settings(load(path, overrides), LEARNER)]
     # In the order of a container's arguments: the cluster's settings win.
     in_cluster = load(path, [*settings, f"hub.key={LEARNER}.key"])
     for warning in check(in_cluster):
         logger.warning(warning)
     cluster = _with_requests(in_cluster, cluster)
-    texts = fleet_keys(out / "keys")
+    texts = container.fleet_keys(out / "keys")
     documents = {
         "config.yaml": _config_maps(path, texts),
         "keys.yaml": _secrets(texts),
@@ -123,8 +96,8 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
     comment = "Written by `offbeat deploy kubernetes`. Change it as you like."
     out.mkdir(parents=True, exist_ok=True)
     for name, content in written.items():
-        write_yaml(out / name, "\n".join([comment, *_COMMENTS.get(name, ())]), content)
-    write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [_kustomization(list(written), cluster)])
+        container.write_yaml(out / name, "\n".join([comment, *_COMMENTS.get(name, ())]), content)
+    container.write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [_kustomization(list(written), cluster)])
     return _next_steps(in_cluster, out, cluster, [*written, KUSTOMIZATION])
 
 
@@ -136,8 +109,8 @@ def _with_requests(config: Config, cluster: Cluster) -> Cluster:
     if sizes is not None:
         # The double buffer of the weights, and what a GPU would hold where there is none.
         weights = 2 * sizes.num_parameters * (2 if config.model.dtype == "bfloat16" else 4)
-        on_learner = 0.0 if GPU in learner.resources else learner_need(config, sizes).num_bytes
-        on_actor = 0.0 if GPU in actor.resources else engine_need(config, sizes).num_bytes
+        on_learner = 0.0 if kubernetes_pods.GPU in learner.resources else learner_need(config, sizes).num_bytes
+        on_actor = 0.0 if kubernetes_pods.GPU in actor.resources else engine_need(config, sizes).num_bytes
         processes = config.launch.learner_processes
         requests[LEARNER]["memory"] = _gib_of(processes * (PROCESS_BYTES + on_learner) + weights)
         requests[FLEET]["memory"] = _gib_of(PROCESS_BYTES + on_actor + weights)
@@ -150,7 +123,7 @@ def _with_requests(config: Config, cluster: Cluster) -> Cluster:
     return cluster._replace(learner=_requesting(learner, requests[LEARNER]), actor=_requesting(actor, requests[FLEET]))
 
 
-def _requesting(options: PodOptions, requests: dict[str, str]) -> PodOptions:
+def _requesting(options: kubernetes_pods.PodOptions, requests: dict[str, str]) -> kubernetes_pods.PodOptions:
     return options._replace(requests={name: what for name, what in requests.items() if name not in options.resources})
 
 
@@ -158,17 +131,17 @@ def _gib_of(num_bytes: float) -> str:
     return f"{math.ceil(num_bytes / GIB)}Gi"
 
 
-def _config_maps(path: Path, texts: dict[str, str]) -> list[Document]:
+def _config_maps(path: Path, texts: dict[str, str]) -> list[container.Document]:
     return [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
         for name, data in (
-            (CONFIG_MAP, {"run.toml": path.read_text(encoding="utf-8")}),
-            (ALLOWED_MAP, {ALLOWED_KEYS: texts[ALLOWED_KEYS]}),
+            (kubernetes_pods.CONFIG_MAP, {"run.toml": path.read_text(encoding="utf-8")}),
+            (kubernetes_pods.ALLOWED_MAP, {ALLOWED_KEYS: texts[ALLOWED_KEYS]}),
         )
     ]
 
 
-def _secrets(texts: dict[str, str]) -> list[Document]:
+def _secrets(texts: dict[str, str]) -> list[container.Document]:
     return [
         {
             "apiVersion": "v1",
@@ -177,23 +150,31 @@ def _secrets(texts: dict[str, str]) -> list[Document]:
             "type": "Opaque",
             "stringData": {file: texts[file] for file in files},
         }
-        for name, files in ((LEARNER_SECRET, LEARNER_KEYS), (ACTOR_SECRET, ACTOR_KEYS))
+        for name, files in (
+            (kubernetes_pods.LEARNER_SECRET, container.LEARNER_KEYS),
+            (kubernetes_pods.ACTOR_SECRET, container.ACTOR_KEYS),
+        )
     ]
 
 
-def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[Document]:
-    claim: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cluster.storage}}}
+def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[container.Document]:
+    claim: container.Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cluster.storage}}}
     if cluster.storage_class:
         claim["storageClassName"] = cluster.storage_class
-    ports = {"hub": HUB_PORT, "weights": PULL_PORT, "collective": COLLECTIVE_PORT, "page": PAGE_PORT}
+    ports = {
+        "hub": container.HUB_PORT,
+        "weights": container.PULL_PORT,
+        "collective": container.COLLECTIVE_PORT,
+        "page": container.PAGE_PORT,
+    }
     return [
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": claim},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": kubernetes_pods.CLAIM}, "spec": claim},
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {"name": LEARNER, "labels": LABELS[LEARNER]},
+            "metadata": {"name": LEARNER, "labels": kubernetes_pods.LABELS[LEARNER]},
             "spec": {
-                "selector": LABELS[LEARNER],
+                "selector": kubernetes_pods.LABELS[LEARNER],
                 # Actors join before the learner has weights for them.
                 "publishNotReadyAddresses": True,
                 "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports.items()],
@@ -202,65 +183,71 @@ def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[
         {
             "apiVersion": "batch/v1",
             "kind": "Job",
-            "metadata": {"name": LEARNER, "labels": LABELS[LEARNER]},
+            "metadata": {"name": LEARNER, "labels": kubernetes_pods.LABELS[LEARNER]},
             "spec": {
                 "backoffLimit": RESTARTS,
                 # Never two learners: the next one waits until the last one's end is certain.
                 "podReplacementPolicy": "Failed",
-                "template": learner_pod(config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles),
+                "template": kubernetes_pods.learner_pod(
+                    config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles
+                ),
             },
         },
     ]
 
 
-def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> Document:
+def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> container.Document:
     scaled = bool(cluster.prometheus) or cluster.reconciles
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": FLEET, "labels": LABELS[FLEET]},
+        "metadata": {"name": FLEET, "labels": kubernetes_pods.LABELS[FLEET]},
         "spec": {
             # Whoever scales owns the number: applying the files again leaves it alone.
             **({} if scaled else {"replicas": actors_wanted(config)}),
-            "selector": {"matchLabels": LABELS[FLEET]},
+            "selector": {"matchLabels": kubernetes_pods.LABELS[FLEET]},
             # New actors need GPUs that the old ones hold.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},
-            "template": actor_pod(config, cluster.image, settings, cluster.actor),
+            "template": kubernetes_pods.actor_pod(config, cluster.image, settings, cluster.actor),
         },
     }
 
 
-def _network(config: Config, cluster: Cluster) -> list[Document]:
+def _network(config: Config, cluster: Cluster) -> list[container.Document]:
     """Return policies by which only actors reach the learner, and nobody reaches the actors."""
-    monitors: list[Document] = []
+    monitors: list[container.Document] = []
     if cluster.monitoring:
         namespace = {"matchLabels": {"kubernetes.io/metadata.name": cluster.monitoring}}
-        monitors = [{"from": [{"namespaceSelector": namespace}], "ports": [{"port": PAGE_PORT}]}]
+        monitors = [{"from": [{"namespaceSelector": namespace}], "ports": [{"port": container.PAGE_PORT}]}]
     # Members of a collective meet each other at ports that the kernel chooses.
     is_collective = config.weights.backend != "pull"
-    to_learner: Document = {"from": [{"podSelector": {"matchLabels": LABELS[FLEET]}}]}
+    to_learner: container.Document = {"from": [{"podSelector": {"matchLabels": kubernetes_pods.LABELS[FLEET]}}]}
     if not is_collective:
-        to_learner["ports"] = [{"port": HUB_PORT}, {"port": PULL_PORT}]
-    members = [{"podSelector": {"matchLabels": labels}} for labels in LABELS.values()]
-    to_actors: list[Document] = [{"from": members}] if is_collective else []
+        to_learner["ports"] = [{"port": container.HUB_PORT}, {"port": container.PULL_PORT}]
+    members = [{"podSelector": {"matchLabels": labels}} for labels in kubernetes_pods.LABELS.values()]
+    to_actors: list[container.Document] = [{"from": members}] if is_collective else []
     return [
         {
             "apiVersion": "networking.k8s.io/v1",
             "kind": "NetworkPolicy",
             "metadata": {"name": name},
-            "spec": {"podSelector": {"matchLabels": LABELS[name]}, "policyTypes": ["Ingress"], "ingress": [*rules, *monitors]},
+            "spec": {
+                "podSelector": {"matchLabels": kubernetes_pods.LABELS[name]},
+                "policyTypes": ["Ingress"],
+                "ingress": [*rules, *monitors],
+            },
         }
         for name, rules in ((LEARNER, [to_learner]), (FLEET, to_actors))
     ]
 
 
-def _scaling(config: Config, cluster: Cluster) -> list[Document]:
+def _scaling(config: Config, cluster: Cluster) -> list[container.Document]:
     if cluster.prometheus:
         return [_scaled_object(cluster, config.hub.max_actors)]
     return _rights(cluster.namespace) if cluster.reconciles else []
 
 
-def _scaled_object(cluster: Cluster, most: int) -> Document:
+def _scaled_object(cluster: Cluster, most: int) -> container.Document:
     """Return the object by which KEDA copies the number of actors that the learner wants."""
     number = f'max(last_over_time(offbeat_actors_wanted{{namespace="{cluster.namespace}"}}[{ABSENT_FOR}]))'
     trigger = {
@@ -287,7 +274,7 @@ def _scaled_object(cluster: Cluster, most: int) -> Document:
     }
 
 
-def _rights(namespace: str) -> list[Document]:
+def _rights(namespace: str) -> list[container.Document]:
     """Return the account of `offbeat reconcile`, which may change the number of actors and nothing else."""
     group = "rbac.authorization.k8s.io"
     rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [FLEET], "verbs": ["get", "patch"]}
@@ -295,21 +282,21 @@ def _rights(namespace: str) -> list[Document]:
         {
             "apiVersion": "v1",
             "kind": "ServiceAccount",
-            "metadata": {"name": RECONCILER},
+            "metadata": {"name": kubernetes_pods.RECONCILER},
             "automountServiceAccountToken": False,
         },
-        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": RECONCILER}, "rules": [rule]},
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": kubernetes_pods.RECONCILER}, "rules": [rule]},
         {
             "apiVersion": f"{group}/v1",
             "kind": "RoleBinding",
-            "metadata": {"name": RECONCILER},
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": RECONCILER},
-            "subjects": [{"kind": "ServiceAccount", "name": RECONCILER, "namespace": namespace}],
+            "metadata": {"name": kubernetes_pods.RECONCILER},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": kubernetes_pods.RECONCILER},
+            "subjects": [{"kind": "ServiceAccount", "name": kubernetes_pods.RECONCILER, "namespace": namespace}],
         },
     ]
 
 
-def _kustomization(names: list[str], cluster: Cluster) -> Document:
+def _kustomization(names: list[str], cluster: Cluster) -> container.Document:
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -337,6 +324,7 @@ made {", ".join(names)} in {out}.{_estimates(cluster)} To start the run:
   kubectl create namespace {space}
   kubectl apply -k {folder}
 To look at it:
-  kubectl -n {space} exec -it job/{LEARNER} -c {LEARNER} -- offbeat status {run_folder(config)} --watch
-  kubectl -n {space} port-forward job/{LEARNER} {PAGE_PORT}, and http://127.0.0.1:{PAGE_PORT}/ in a browser
-Relative paths in {CONFIG} are relative to {WORK} in the image. keys.yaml holds secret keys: keep it as you keep passwords."""
+  kubectl -n {space} exec -it job/{LEARNER} -c {LEARNER} -- offbeat status {container.run_folder(config)} --watch
+  kubectl -n {space} port-forward job/{LEARNER} {container.PAGE_PORT}, and http://127.0.0.1:{container.PAGE_PORT}/ in a browser
+Relative paths in {container.CONFIG} are relative to {container.WORK} in the image.
+keys.yaml holds secret keys: keep it as you keep passwords."""

@@ -30,18 +30,8 @@ from offbeat.deploy.local.launcher import LOOK_S, RestartBudget, Service
 from offbeat.deploy.local.starts import PROGRAM, FreshStarts, ProcessStart
 from offbeat.deploy.sweep.trials import SweepTrial
 from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.sweep import plan
 from offbeat.lab.sweep.measures import final_reward
-from offbeat.lab.sweep.plan import (
-    CONFIG_FILE,
-    Hopeless,
-    evaluations_of,
-    has_ended,
-    mark_hopeless,
-    read_hopeless,
-    read_run,
-    state_of,
-    why_hopeless,
-)
 from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -190,13 +180,13 @@ def _run_trials(
     with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
         for done in run_jobs(todo, lambda trial: threads.submit(_run_at, trial, free, run), stop, num_at_once=len(places)):
             trial, end = done.job, done.result
-            history = read_run(trial.folder)
+            history = plan.read_run(trial.folder)
             reward = final_reward(history)
             outcome = _outcome(trial, history, end.status)
             parts = [outcome, *([] if reward is None else [f"reward {reward:.3g}"]), duration(end.seconds)]
             place = f"{num_before + done.number}/{num_before + len(todo)}"
             text = f"{place} {trial.name.replace('/', ' ')}: {', '.join(parts)}{'' if stop else done.left}"
-            yield text, not has_ended(trial.folder, history) and not stop
+            yield text, not plan.has_ended(trial.folder, history) and not stop
 
 
 @contextlib.contextmanager
@@ -252,7 +242,7 @@ def _why_stop(trial: SweepTrial, stop: StopRequest, judge: "_Judge | None") -> s
     if judge is None or (reason := judge.look()) is None:
         return None
     # Before the run is asked: a sweep that is killed meanwhile does not take it up again.
-    mark_hopeless(trial.folder, reason)
+    plan.mark_hopeless(trial.folder, reason)
     return f"hopeless ({reason})"
 
 
@@ -264,13 +254,13 @@ class _Judge:
         self._lag = trial.config.staleness.max_staleness
         self._next_look = 0.0
 
-    def look(self) -> Hopeless | None:
+    def look(self) -> plan.Hopeless | None:
         """Return the reason when it is time to look, and the run is hopeless."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + JUDGE_S
         history = fold_rows(read_rows_of(self._rows_file, StepRow, EvalRow))
-        return why_hopeless(evaluations_of(history), lag=self._lag)
+        return plan.why_hopeless(plan.evaluations_of(history), lag=self._lag)
 
 
 def _report_unless_busy(folder: Path, write_report: Callable[[], Path]) -> None:
@@ -289,7 +279,7 @@ def _shell_line(trial: SweepTrial) -> str:
 def _arguments(trial: SweepTrial) -> list[str]:
     """Return the arguments of `offbeat` that start or resume the run."""
     resume = ["run.resume=true"] if _can_resume(trial) else []
-    return ["train", str(trial.folder / CONFIG_FILE), *resume]
+    return ["train", str(trial.folder / plan.CONFIG_FILE), *resume]
 
 
 def _can_resume(trial: SweepTrial) -> bool:
@@ -302,17 +292,17 @@ def _clean(trial: SweepTrial) -> None:
     for path in trial.folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name not in (CONFIG_FILE, LOG_FILE, LOCK_FILE):
+        elif path.name not in (plan.CONFIG_FILE, LOG_FILE, LOCK_FILE):
             path.unlink()
 
 
 def _outcome(trial: SweepTrial, history: RunHistory, status: int) -> str:
     """Return the end of a run in words."""
-    state = state_of(trial.folder, history)
+    state = plan.state_of(trial.folder, history)
     if state == "finished":
         return "finished"
     if state == "hopeless":
-        return f"stopped as hopeless: {read_hopeless(trial.folder)}"
+        return f"stopped as hopeless: {plan.read_hopeless(trial.folder)}"
     if status in (INTERRUPTED_STATUS, PAUSED_STATUS):
         return f"stopped at step {history.steps[-1].policy_version if history.steps else 0}"
     lines = (trial.folder / LOG_FILE).read_text(errors="replace").splitlines()

@@ -6,31 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from offbeat.common.pages.figures import (
-    ACTOR_COLORS,
-    BLUE,
-    CARD,
-    FAINT,
-    GOLD,
-    GRAY,
-    GREEN,
-    INK,
-    ORANGE,
-    PALE_BLUE,
-    PALE_ORANGE,
-    PALE_RED,
-    PURPLE,
-    Plot,
-    Trace,
-    add_limit,
-    bucket,
-    line_trace,
-    log_layout,
-    plot_layout,
-    running_mean,
-    series,
-    step_layout,
-)
+from offbeat.common.pages import figures
 from offbeat.common.records.rows import CanaryRow, CommitRow, EvalRow, StepRow
 from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
 from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
@@ -39,20 +15,20 @@ MAX_BARS = 40
 """Largest number of actors with a bar each; the others share one."""
 
 LEARNER_WORK = {
-    "train": ("train", BLUE),
-    "prepare": ("prepare batches", PURPLE),
-    "snapshot": ("copy weights", GOLD),
-    "publish_wait": ("wait for the last publish", ORANGE),
-    "wait_rollouts": ("wait for rollouts", GRAY),
-    "other": ("other", FAINT),
+    "train": ("train", figures.BLUE),
+    "prepare": ("prepare batches", figures.PURPLE),
+    "snapshot": ("copy weights", figures.GOLD),
+    "publish_wait": ("wait for the last publish", figures.ORANGE),
+    "wait_rollouts": ("wait for rollouts", figures.GRAY),
+    "other": ("other", figures.FAINT),
 }
 """Label and color of each part of the learner's time."""
 ACTOR_WORK = {
-    "generate": ("generate", GREEN),
-    "commit_weights": ("take weights", ORANGE),
-    "wait_weights": ("wait for weights", PALE_ORANGE),
-    "wait_rewards": ("wait for rewards", PALE_RED),
-    "wait_leases": ("wait for leases", GRAY),
+    "generate": ("generate", figures.GREEN),
+    "commit_weights": ("take weights", figures.ORANGE),
+    "wait_weights": ("wait for weights", figures.PALE_ORANGE),
+    "wait_rewards": ("wait for rewards", figures.PALE_RED),
+    "wait_leases": ("wait for leases", figures.GRAY),
 }
 """Label and color of each part of an actor's time."""
 
@@ -77,99 +53,101 @@ class TimeShare(NamedTuple):
 # Learning
 
 
-def reward_by_step(history: RunHistory) -> Plot:
+def reward_by_step(history: RunHistory) -> figures.Plot:
     """Return the mean reward of each step, with the held-out evaluations."""
     traces = _reward_traces(history, lambda row: row.policy_version)
-    return Plot(
+    return figures.Plot(
         "Reward by step",
         "Mean reward of the completions each step trained on (thin) and its running mean (bold); "
         "orange are the held-out prompts.",
         traces,
-        step_layout("optimizer step", traces[0]["x"] if traces else [], "reward"),
+        figures.step_layout("optimizer step", traces[0]["x"] if traces else [], "reward"),
         missing=_NO_REWARD,
     )
 
 
-def reward_by_time(history: RunHistory) -> Plot:
+def reward_by_time(history: RunHistory) -> figures.Plot:
     """Return the mean reward of each step over wall time, with the held-out evaluations."""
     unit, start = time_unit(history), history.first_time or 0.0
-    return Plot(
+    return figures.Plot(
         "Reward by wall time",
         "The same rewards against the clock: what two runs of different staleness should be compared by.",
         _reward_traces(history, lambda row: (row.time - start) / unit.seconds),
-        plot_layout(f"wall time ({unit.name})", "reward"),
+        figures.plot_layout(f"wall time ({unit.name})", "reward"),
         missing=_NO_REWARD,
     )
 
 
-def reward_by_task(history: RunHistory) -> list[Plot]:
+def reward_by_task(history: RunHistory) -> list[figures.Plot]:
     """Return the mean reward of each task by step, where the run tells tasks apart."""
     names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_REWARDS)})
     if not names:
         return []
-    traces: list[Trace] = []
-    for name, color in zip(names, itertools.cycle(ACTOR_COLORS), strict=False):
-        steps, rewards = series(history.steps, name)
-        smooth = running_mean(rewards, max(1, len(rewards) // 10))
-        traces.append(line_trace(steps, smooth, name.removeprefix(TASK_REWARDS), color) | {"mode": "lines"})
-    layout = step_layout("optimizer step", traces[0]["x"], "reward")
+    traces: list[figures.Trace] = []
+    for name, color in zip(names, itertools.cycle(figures.ACTOR_COLORS), strict=False):
+        steps, rewards = figures.series(history.steps, name)
+        smooth = figures.running_mean(rewards, max(1, len(rewards) // 10))
+        traces.append(figures.line_trace(steps, smooth, name.removeprefix(TASK_REWARDS), color) | {"mode": "lines"})
+    layout = figures.step_layout("optimizer step", traces[0]["x"], "reward")
     lead = "Running mean of the reward of each task (data.task_field)."
-    return [Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
+    return [figures.Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
 
 
-def share_by_task(history: RunHistory) -> list[Plot]:
+def share_by_task(history: RunHistory) -> list[figures.Plot]:
     """Return the share of each task's prompts that was leased, by step, where the run had a curriculum."""
     names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_SHARES)})
     if not names:
         return []
-    traces: list[Trace] = []
-    for name, color in zip(names, itertools.cycle(ACTOR_COLORS), strict=False):
-        steps, shares = series(history.steps, name)
-        traces.append(line_trace(steps, shares, name.removeprefix(TASK_SHARES), color) | {"mode": "lines"})
-    layout = step_layout("optimizer step", traces[0]["x"], "share", y={"range": [0, 1.02]})
+    traces: list[figures.Trace] = []
+    for name, color in zip(names, itertools.cycle(figures.ACTOR_COLORS), strict=False):
+        steps, shares = figures.series(history.steps, name)
+        traces.append(figures.line_trace(steps, shares, name.removeprefix(TASK_SHARES), color) | {"mode": "lines"})
+    layout = figures.step_layout("optimizer step", traces[0]["x"], "share", y={"range": [0, 1.02]})
     lead = "Share of each task's prompts that is leased in a pass over the data, as data.curriculum weighs them."
-    return [Plot("Curriculum", lead, traces, layout, missing=_NO_REWARD)]
+    return [figures.Plot("Curriculum", lead, traces, layout, missing=_NO_REWARD)]
 
 
-def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:
+def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> figures.Plot:
     """Return the gradient norm before clipping."""
-    steps, norms = series(history.steps, "loss/grad_norm", max)
-    layout = step_layout("optimizer step", steps, "norm", y={"rangemode": "tozero"})
+    steps, norms = figures.series(history.steps, "loss/grad_norm", max)
+    layout = figures.step_layout("optimizer step", steps, "norm", y={"rangemode": "tozero"})
     # A limit far above the data would flatten it.
     if norms and max_grad_norm is not None and max_grad_norm <= 3 * max(norms):
-        add_limit(layout, max_grad_norm, "max_grad_norm")
-    return Plot(
+        figures.add_limit(layout, max_grad_norm, "max_grad_norm")
+    return figures.Plot(
         "Gradient norm",
         "Length of the gradient before it is scaled down to train.max_grad_norm (dashed, where in range); "
         "spikes are steps to look at.",
-        [line_trace(steps, norms, "norm", BLUE)] if norms else [],
+        [figures.line_trace(steps, norms, "norm", figures.BLUE)] if norms else [],
         layout,
         missing="No step has recorded a gradient norm.",
     )
 
 
-def groups_without_signal(history: RunHistory) -> Plot:
+def groups_without_signal(history: RunHistory) -> figures.Plot:
     """Return the number of groups in each step whose completions all got one reward."""
-    steps, counts = series(history.steps, "reward/zero_variance_groups")
-    bars = {"type": "bar", "x": steps, "y": counts, "marker": {"color": GOLD}, "hovertemplate": "%{y:.3~g} groups"}
-    return Plot(
+    steps, counts = figures.series(history.steps, "reward/zero_variance_groups")
+    bars = {"type": "bar", "x": steps, "y": counts, "marker": {"color": figures.GOLD}, "hovertemplate": "%{y:.3~g} groups"}
+    return figures.Plot(
         "Groups without signal",
         "Groups per step whose completions all got the same reward: their advantages are zero and teach nothing.",
         [bars | {"name": ""}] if counts else [],
-        step_layout("optimizer step", steps, "groups") | {"bargap": 0.1},
+        figures.step_layout("optimizer step", steps, "groups") | {"bargap": 0.1},
         missing="No step has recorded its zero-variance groups.",
     )
 
 
-def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], float]) -> list[Trace]:
+def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], float]) -> list[figures.Trace]:
     """Return the rewards of steps, their running mean, and the evaluations' if any; no traces without steps."""
     rewards = [(row, reward) for row in history.steps if (reward := row.number("reward/mean")) is not None]
     if not rewards:
         return []
-    xs, means = bucket([x_of(row) for row, _ in rewards]), bucket([reward for _, reward in rewards])
-    thin = line_trace(xs, means, "per step", PALE_BLUE)
+    xs, means = figures.bucket([x_of(row) for row, _ in rewards]), figures.bucket([reward for _, reward in rewards])
+    thin = figures.line_trace(xs, means, "per step", figures.PALE_BLUE)
     thin["line"]["width"] = 1.5
-    smooth = line_trace(xs, running_mean(means, max(1, len(means) // 10)), "running mean", BLUE) | {"mode": "lines"}
+    smooth = figures.line_trace(xs, figures.running_mean(means, max(1, len(means) // 10)), "running mean", figures.BLUE) | {
+        "mode": "lines"
+    }
     evaluations = [row for row in history.evaluations.values() if row.reward is not None]
     held_out = {
         "type": "scatter",
@@ -177,8 +155,8 @@ def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], floa
         "name": "held-out",
         "x": [x_of(row) for row in evaluations],
         "y": [row.reward for row in evaluations],
-        "marker": {"symbol": "diamond", "size": 9, "color": ORANGE, "line": {"width": 1.5, "color": CARD}},
-        "line": {"color": ORANGE, "width": 1.5},
+        "marker": {"symbol": "diamond", "size": 9, "color": figures.ORANGE, "line": {"width": 1.5, "color": figures.CARD}},
+        "line": {"color": figures.ORANGE, "width": 1.5},
         "hovertemplate": "%{y:.3f}",
     }
     return [thin, smooth, *([held_out] if evaluations else [])]
@@ -187,14 +165,14 @@ def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], floa
 # Rollouts and time
 
 
-def completion_lengths(history: RunHistory) -> Plot:
+def completion_lengths(history: RunHistory) -> figures.Plot:
     """Return the lengths of all generated completions beside those trained on."""
     generated, trained = history.lengths(trained_only=False), history.lengths(trained_only=True)
     longest = max(generated, default=0)
     width = max(1, math.ceil((longest + 1) / 30))
     num_bins = longest // width + 1
-    traces: list[Trace] = []
-    for lengths, label, color in ((generated, "all generated", GRAY), (trained, "trained", BLUE)):
+    traces: list[figures.Trace] = []
+    for lengths, label, color in ((generated, "all generated", figures.GRAY), (trained, "trained", figures.BLUE)):
         counts = [0] * num_bins
         for length in lengths:
             counts[length // width] += 1
@@ -209,10 +187,10 @@ def completion_lengths(history: RunHistory) -> Plot:
                 "hovertemplate": "%{y:.1%} (%{customdata})",
             }
         )
-    layout = plot_layout("completion tokens", "share of completions", y={"tickformat": ".0%"})
+    layout = figures.plot_layout("completion tokens", "share of completions", y={"tickformat": ".0%"})
     means = f"; mean {statistics.fmean(generated):,.0f} tokens generated" if generated else ""
     means += f", {statistics.fmean(trained):,.0f} trained" if trained else ""
-    return Plot(
+    return figures.Plot(
         "Completion lengths, generated and trained",
         f"Bars of one pair that differ mean that selection favors some lengths, which biases training{means}.",
         traces if generated else [],
@@ -221,7 +199,7 @@ def completion_lengths(history: RunHistory) -> Plot:
     )
 
 
-def throughput(history: RunHistory) -> Plot:
+def throughput(history: RunHistory) -> figures.Plot:
     """Return the tokens per second, generated and trained on."""
     generated = [interval for actor in history.actors.values() for interval in actor.intervals()]
     trained = history.training_intervals()
@@ -230,16 +208,16 @@ def throughput(history: RunHistory) -> Plot:
     edges = [start + index * width for index in range(num_bins + 1)]
     middles = [((low + width / 2) - start) / unit.seconds for low in edges[:-1]]
     traces = [
-        line_trace(middles, rate_over_time(intervals, edges), label, color)
-        for intervals, label, color in ((generated, "generated", GREEN), (trained, "trained", BLUE))
+        figures.line_trace(middles, rate_over_time(intervals, edges), label, color)
+        for intervals, label, color in ((generated, "generated", figures.GREEN), (trained, "trained", figures.BLUE))
         if intervals
     ]
-    return Plot(
+    return figures.Plot(
         "Tokens per second",
         "Completion tokens the actors sampled and the learner trained on: a lasting gap is work thrown away, "
         "or rollouts piling up.",
         traces,
-        plot_layout(f"wall time ({unit.name})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","}),
+        figures.plot_layout(f"wall time ({unit.name})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","}),
         missing="No actor has reported and no step has been made.",
     )
 
@@ -253,7 +231,7 @@ def _bins(start: float, generated: Sequence[Interval], trained: Sequence[Interva
     return num_bins, max((end - start) / num_bins, 1e-3)
 
 
-def where_time_went(history: RunHistory) -> Plot:
+def where_time_went(history: RunHistory) -> figures.Plot:
     """Return each service's time by kind of work."""
     bars: dict[str, list[TimeShare]] = {}
     if history.steps:
@@ -265,11 +243,13 @@ def where_time_went(history: RunHistory) -> Plot:
     if len(actors) > MAX_BARS:
         bars[f"{len(actors) - MAX_BARS} more actors"] = _actor_bar(sum_seconds(actors[MAX_BARS:]))
     bars = {service: shares for service, shares in bars.items() if sum(share.seconds for share in shares) > 0}
-    layout = plot_layout("", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False})
+    layout = figures.plot_layout(
+        "", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False}
+    )
     layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "height": 120 + 34 * len(bars)}
     layout["legend"]["traceorder"] = "normal"
     layout["margin"] = layout["margin"] | {"r": 24}
-    return Plot(
+    return figures.Plot(
         "Where the time went",
         "Each service's own time, by what it was spent on: gray is idle, "
         "so the longer the gray, the less that side limits the run.",
@@ -282,14 +262,14 @@ def where_time_went(history: RunHistory) -> Plot:
 
 def _actor_bar(seconds: Mapping[str, float]) -> list[TimeShare]:
     known = [TimeShare(*ACTOR_WORK[work], seconds[work]) for work in ACTOR_WORK if work in seconds]
-    return known + [TimeShare(work, FAINT, spent) for work, spent in seconds.items() if work not in ACTOR_WORK]
+    return known + [TimeShare(work, figures.FAINT, spent) for work, spent in seconds.items() if work not in ACTOR_WORK]
 
 
-def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[Trace]:
+def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[figures.Trace]:
     """Return one trace for each kind of work, in the order of first appearance; values are shares of a bar."""
     kinds = {(share.label, share.color): None for shares in bars.values() for share in shares}
     totals = {service: sum(share.seconds for share in shares) for service, shares in bars.items()}
-    traces: list[Trace] = []
+    traces: list[figures.Trace] = []
     for label, color in kinds:
         seconds = {service: sum(share.seconds for share in shares if share.label == label) for service, shares in bars.items()}
         shown = {service: spent for service, spent in seconds.items() if spent > 0}
@@ -301,7 +281,7 @@ def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[Trace]:
                 "y": list(shown),
                 "x": [spent / totals[service] for service, spent in shown.items()],
                 "customdata": [f"{spent:,.1f} s" for spent in shown.values()],
-                "marker": {"color": color, "line": {"width": 1, "color": CARD}},
+                "marker": {"color": color, "line": {"width": 1, "color": figures.CARD}},
                 "hovertemplate": "%{y}: %{fullData.name} %{x:.1%} (%{customdata})<extra></extra>",
             }
         )
@@ -322,41 +302,41 @@ def time_unit(history: RunHistory) -> TimeUnit:
 # Weights
 
 
-def weight_sync(history: RunHistory) -> Plot:
+def weight_sync(history: RunHistory) -> figures.Plot:
     """Return the publish and stall times of every weight update."""
-    publish = _points([(row.policy_version, row.publish_s) for row in history.publishes], "publish", INK)
+    publish = _points([(row.policy_version, row.publish_s) for row in history.publishes], "publish", figures.INK)
     stalls = _by_actor([(row, row.stall_s) for row in history.commits], "stall, ")
     traces = [trace for trace in (publish, *stalls) if trace["x"]]
-    return Plot(
+    return figures.Plot(
         "Weight updates",
         "Seconds from the start of a publish to its end, which training does not wait for, "
         "and seconds each actor's engine stood still to take it (log scale).",
         traces,
-        log_layout(traces, "seconds", "~g"),
+        figures.log_layout(traces, "seconds", "~g"),
         missing="No weights have been published.",
     )
 
 
-def canary(history: RunHistory) -> Plot:
+def canary(history: RunHistory) -> figures.Plot:
     """Return the largest differences between engine and learner on the canary prompt."""
     traces = [trace for trace in _by_actor([(row, row.max_abs_diff) for row in history.canaries], "") if trace["x"]]
-    return Plot(
+    return figures.Plot(
         "Canary: engine against learner",
         "Largest difference of one token's log-prob on a fixed prompt after each update (log scale): "
         "a jump means that an engine does not hold the learner's weights.",
         traces,
-        log_layout(traces, "max |Δ log-prob|", ".0e"),
+        figures.log_layout(traces, "max |Δ log-prob|", ".0e"),
         missing="No canary has been scored.",
     )
 
 
-def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], prefix: str) -> list[Trace]:
+def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], prefix: str) -> list[figures.Trace]:
     """Return each actor's points; with more actors than colors, the median and the highest of each version."""
     values: dict[str, dict[int, float]] = {}
     for row, value in measured:
         if value is not None:
             values.setdefault(row.actor, {})[row.policy_version] = value
-    if len(values) > len(ACTOR_COLORS):
+    if len(values) > len(figures.ACTOR_COLORS):
         by_version: dict[int, list[float]] = {}
         for version, value in (item for of_actor in values.values() for item in of_actor.items()):
             by_version.setdefault(version, []).append(value)
@@ -367,13 +347,16 @@ def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], pr
         }
     return [
         _points(sorted(of_actor.items()), f"{prefix}{actor}", color)
-        for (actor, of_actor), color in zip(sorted(values.items()), ACTOR_COLORS, strict=False)
+        for (actor, of_actor), color in zip(sorted(values.items()), figures.ACTOR_COLORS, strict=False)
     ]
 
 
-def _points(pairs: Iterable[tuple[float, float]], label: str, color: str) -> Trace:
+def _points(pairs: Iterable[tuple[float, float]], label: str, color: str) -> figures.Trace:
     """Return points over the policy version, without values that a log axis cannot show."""
     positive = [(version, value) for version, value in pairs if value > 0]
-    xs, ys = bucket([version for version, _ in positive]), bucket([value for _, value in positive], max)
-    trace = line_trace(xs, ys, label, color) | {"mode": "markers", "marker": {"size": 5, "color": color, "opacity": 0.8}}
+    xs, ys = figures.bucket([version for version, _ in positive]), figures.bucket([value for _, value in positive], max)
+    trace = figures.line_trace(xs, ys, label, color) | {
+        "mode": "markers",
+        "marker": {"size": 5, "color": color, "opacity": 0.8},
+    }
     return trace | {"hovertemplate": "%{y:.3~g}"}

@@ -11,27 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.common.formats import duration, number
-from offbeat.common.pages.page import (
-    Block,
-    Caption,
-    Card,
-    Folded,
-    Grid,
-    KeyFigure,
-    Mark,
-    Missing,
-    NamedNumbers,
-    Page,
-    PageHead,
-    PageSection,
-    Sentence,
-    Sum,
-    Table,
-    Term,
-    Tiles,
-    sections_html,
-    write_page,
-)
+from offbeat.common.pages import page
 from offbeat.common.records.rows import LedgerSums
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows
@@ -100,10 +80,10 @@ def write_report(run_folder: Path) -> Path:
 
     The page of a run that is short, empty, failed or still going says so. `FileNotFoundError` for a folder without metrics.
     """
-    return write_page(run_folder / REPORT_FILE, read_report(run_folder))
+    return page.write_page(run_folder / REPORT_FILE, read_report(run_folder))
 
 
-def read_report(run_folder: Path) -> Page:
+def read_report(run_folder: Path) -> page.Page:
     """Return the report of the run so far, from its metrics rows and settings; raise as `write_report` does."""
     rows_file = run_folder / ROWS_FILE
     if not rows_file.is_file():
@@ -113,7 +93,7 @@ def read_report(run_folder: Path) -> Page:
     return _page(run_folder.resolve().name, history, read_settings(run_folder), broken_lines, time.time())
 
 
-def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> Page:
+def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> page.Page:
     drift = drift_report(history)
     sections = (
         health_section(history.events, history.first_time),
@@ -131,15 +111,15 @@ def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Seq
         _events(history),
         _settings(config),
     )
-    return Page(_head(name, history, config, now), _key_figures(history), sections, _foot(history, broken_lines, now))
+    return page.Page(_head(name, history, config, now), _key_figures(history), sections, _foot(history, broken_lines, now))
 
 
 # Head
 
 
-def _head(name: str, history: RunHistory, config: RunSettings, now: float) -> PageHead:
+def _head(name: str, history: RunHistory, config: RunSettings, now: float) -> page.PageHead:
     outcome, detail = outcome_of(history, now)
-    return PageHead(name, OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
+    return page.PageHead(name, OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
 
 
 def outcome_of(history: RunHistory, now: float) -> tuple[str, str]:
@@ -179,8 +159,8 @@ def _last_version(history: RunHistory) -> int:
     return history.steps[-1].policy_version if history.steps else 0
 
 
-def _key_figures(history: RunHistory) -> Tiles:
-    return Tiles(
+def _key_figures(history: RunHistory) -> page.Tiles:
+    return page.Tiles(
         (
             _reward_figure(history),
             _held_out_figure(history),
@@ -194,50 +174,50 @@ def _key_figures(history: RunHistory) -> Tiles:
     )
 
 
-def _reward_figure(history: RunHistory) -> KeyFigure:
+def _reward_figure(history: RunHistory) -> page.KeyFigure:
     rewards = _numbers(history, "reward/mean")
     if not rewards:
-        return KeyFigure("Reward", "–", "", "no step yet")
+        return page.KeyFigure("Reward", "–", "", "no step yet")
     last = statistics.fmean(rewards[-_NUM_EDGE_STEPS:])
     if len(rewards) < 2 * _NUM_EDGE_STEPS:
-        return KeyFigure("Reward", f"{last:.3f}", "", f"mean of the last {min(len(rewards), _NUM_EDGE_STEPS)} steps")
+        return page.KeyFigure("Reward", f"{last:.3f}", "", f"mean of the last {min(len(rewards), _NUM_EDGE_STEPS)} steps")
     first = statistics.fmean(rewards[:_NUM_EDGE_STEPS])
-    return KeyFigure("Reward", f"{last:.3f}", "", f"last {_NUM_EDGE_STEPS} steps; first {_NUM_EDGE_STEPS}: {first:.3f}")
+    return page.KeyFigure("Reward", f"{last:.3f}", "", f"last {_NUM_EDGE_STEPS} steps; first {_NUM_EDGE_STEPS}: {first:.3f}")
 
 
-def _held_out_figure(history: RunHistory) -> KeyFigure:
+def _held_out_figure(history: RunHistory) -> page.KeyFigure:
     rewards = {v: row.reward for v, row in history.evaluations.items() if row.reward is not None}
     if not rewards:
-        return KeyFigure("Held-out reward", "–", "", "no evaluation")
+        return page.KeyFigure("Held-out reward", "–", "", "no evaluation")
     last, best = max(rewards), max(rewards, key=rewards.__getitem__)
     note = f"at version {last}; best {rewards[best]:.3f} at {best}"
-    return KeyFigure("Held-out reward", f"{rewards[last]:.3f}", "", note)
+    return page.KeyFigure("Held-out reward", f"{rewards[last]:.3f}", "", note)
 
 
-def _lag_figure(history: RunHistory) -> KeyFigure:
+def _lag_figure(history: RunHistory) -> page.KeyFigure:
     counts = history.groups_by_lag
     if not counts:
-        return KeyFigure("Policy lag", "–", "", "no group trained")
+        return page.KeyFigure("Policy lag", "–", "", "no group trained")
     mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
     num_over = sum(int(count) for count in _numbers(history, "staleness/over_bound"))
     note = f"largest {max(counts)}; {num_over:,} groups above the bound"
-    return KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
+    return page.KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
 
 
-def _clip_figure(history: RunHistory) -> KeyFigure:
+def _clip_figure(history: RunHistory) -> page.KeyFigure:
     fractions = _numbers(history, "clip/fraction")
     if not fractions:
-        return KeyFigure("Clipped", "–", "", "no step yet")
+        return page.KeyFigure("Clipped", "–", "", "no step yet")
     note = f"of completions; highest step {max(fractions):.1%}"
-    return KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
+    return page.KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
 
 
-def _generated_figure(history: RunHistory) -> KeyFigure:
+def _generated_figure(history: RunHistory) -> page.KeyFigure:
     total = sum(actor.num_generated_tokens for actor in history.actors.values())
     return _rate_figure("Generated", total, history.wall_s)
 
 
-def _trained_figure(history: RunHistory) -> KeyFigure:
+def _trained_figure(history: RunHistory) -> page.KeyFigure:
     figure = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
     return figure._replace(note=f"{figure.note}{_utilization(history)}")
 
@@ -252,27 +232,27 @@ def _utilization(history: RunHistory) -> str:
     return f"; MFU {useful / possible:.0%}, with recomputation {made / possible:.0%}" if possible else ""
 
 
-def _rate_figure(label: str, num_tokens: float, wall_s: float) -> KeyFigure:
+def _rate_figure(label: str, num_tokens: float, wall_s: float) -> page.KeyFigure:
     if not num_tokens or not wall_s:
-        return KeyFigure(label, "–", "", "no tokens yet")
-    return KeyFigure(label, f"{num_tokens / wall_s:,.0f}", "tok/s", f"{num_tokens:,.0f} completion tokens in all")
+        return page.KeyFigure(label, "–", "", "no tokens yet")
+    return page.KeyFigure(label, f"{num_tokens / wall_s:,.0f}", "tok/s", f"{num_tokens:,.0f} completion tokens in all")
 
 
-def _idle_figure(history: RunHistory) -> KeyFigure:
+def _idle_figure(history: RunHistory) -> page.KeyFigure:
     seconds = history.learner_seconds()
     total = sum(seconds.values())
     if not total:
-        return KeyFigure("Learner waited", "–", "", "no step yet")
+        return page.KeyFigure("Learner waited", "–", "", "no step yet")
     median = statistics.median(_numbers(history, "time/step_s") or [0.0])
-    return KeyFigure("Learner waited", f"{seconds['wait_rollouts'] / total:.0%}", "", f"median step {median:.2f} s")
+    return page.KeyFigure("Learner waited", f"{seconds['wait_rollouts'] / total:.0%}", "", f"median step {median:.2f} s")
 
 
-def _dropped_figure(history: RunHistory) -> KeyFigure:
+def _dropped_figure(history: RunHistory) -> page.KeyFigure:
     num_groups = len(history.groups)
     if not num_groups:
-        return KeyFigure("Groups dropped", "–", "", "no group yet")
+        return page.KeyFigure("Groups dropped", "–", "", "no group yet")
     num_dropped = sum(history.groups_by_drop_reason.values())
-    return KeyFigure("Groups dropped", f"{num_dropped / num_groups:.1%}", "", f"{num_dropped:,} of {num_groups:,}")
+    return page.KeyFigure("Groups dropped", f"{num_dropped / num_groups:.1%}", "", f"{num_dropped:,} of {num_groups:,}")
 
 
 def _numbers(history: RunHistory, name: str) -> list[float]:
@@ -282,7 +262,7 @@ def _numbers(history: RunHistory, name: str) -> list[float]:
 # Plots
 
 
-def _learning(history: RunHistory, config: RunSettings) -> PageSection:
+def _learning(history: RunHistory, config: RunSettings) -> page.PageSection:
     plots = (
         run_plots.reward_by_step(history),
         run_plots.reward_by_time(history),
@@ -291,10 +271,10 @@ def _learning(history: RunHistory, config: RunSettings) -> PageSection:
         run_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
         run_plots.groups_without_signal(history),
     )
-    return PageSection("Learning", "Does the policy get better, and is the optimization calm?", [Grid(plots)])
+    return page.PageSection("Learning", "Does the policy get better, and is the optimization calm?", [page.Grid(plots)])
 
 
-def _staleness(history: RunHistory, config: RunSettings) -> PageSection:
+def _staleness(history: RunHistory, config: RunSettings) -> page.PageSection:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     objective = DEFAULTS.get(str(config.setting("loss", "objective")).partition("(")[0])
     if objective is not None and objective.bounds_divergence:
@@ -306,94 +286,98 @@ def _staleness(history: RunHistory, config: RunSettings) -> PageSection:
         staleness_plots.log_ratio(history, clip_low, clip_high),
     )
     lead = "How old were the rollouts when they were trained on, and how much of them did the objective set aside?"
-    return PageSection("Staleness", lead, [Grid(plots)])
+    return page.PageSection("Staleness", lead, [page.Grid(plots)])
 
 
-def _drift(lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> PageSection:
+def _drift(lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> page.PageSection:
     lead = "How far had the policy moved from what sampled the completions, at each policy lag?"
     if not lines:
-        return PageSection("Drift by policy lag", lead, [Card([Missing(["No step has recorded its drift by policy lag."])])])
-    note = Caption(
+        return page.PageSection(
+            "Drift by policy lag", lead, [page.Card([page.Missing(["No step has recorded its drift by policy lag."])])]
+        )
+    note = page.Caption(
         "Means over all completions of the run at that lag. The spread is that of all of them; the effective sample size (ESS) "
         "is the share of each step's completions that counts, averaged over the steps by their completions."
     )
-    tables = [Card([Table(DRIFT_HEAD, [drift_cells(line) for line in lines], 1), note], is_wide=True)]
+    tables = [page.Card([page.Table(DRIFT_HEAD, [drift_cells(line) for line in lines], 1), note], is_wide=True)]
     if by_turn:
-        note = Caption(
+        note = page.Caption(
             "Means over the sampled tokens of such turns: of their own lag, and of the KL estimate of engine and learner."
         )
-        tables.append(Card([Table(TURN_HEAD, [turn_cells(line) for line in by_turn], 1), note], is_wide=True))
+        tables.append(page.Card([page.Table(TURN_HEAD, [turn_cells(line) for line in by_turn], 1), note], is_wide=True))
     plots = (
         staleness_plots.log_ratio_by_lag(lines),
         staleness_plots.clip_by_lag(lines),
         staleness_plots.reward_and_length_by_lag(lines),
     )
-    return PageSection("Drift by policy lag", lead, [Grid([*tables, *plots])])
+    return page.PageSection("Drift by policy lag", lead, [page.Grid([*tables, *plots])])
 
 
-def _rollouts(history: RunHistory) -> PageSection:
+def _rollouts(history: RunHistory) -> page.PageSection:
     plots = (
         run_plots.completion_lengths(history),
         run_plots.throughput(history),
         run_plots.where_time_went(history),
     )
-    return PageSection("Rollouts and time", "Who waits for whom, and is anything biased away?", [Grid(plots)])
+    return page.PageSection("Rollouts and time", "Who waits for whom, and is anything biased away?", [page.Grid(plots)])
 
 
-def _weights(history: RunHistory) -> PageSection:
+def _weights(history: RunHistory) -> page.PageSection:
     plots = (run_plots.weight_sync(history), run_plots.canary(history))
-    return PageSection("Weights", "What the updates cost, and whether they arrived.", [Grid(plots)])
+    return page.PageSection("Weights", "What the updates cost, and whether they arrived.", [page.Grid(plots)])
 
 
 # Bias
 
 
-def _bias(report: DriftReport) -> PageSection:
+def _bias(report: DriftReport) -> page.PageSection:
     lead = "Did training leave out, or put off, leases that differ from the others in length, duration or reward?"
     first, *others = report.verdict
-    blocks: list[Block] = [Sentence(first, "bad" if report.bias.alarms else "good"), *map(Sentence, others)]
-    blocks.append(Table(part_head(report.bias), part_rows(report.bias, report.books), 1))
+    blocks: list[page.Block] = [page.Sentence(first, "bad" if report.bias.alarms else "good"), *map(page.Sentence, others)]
+    blocks.append(page.Table(part_head(report.bias), part_rows(report.bias, report.books), 1))
     if tests := comparison_rows(report.bias):
-        blocks.append(Table(COMPARISON_HEAD, tests, 2))
-    note = Caption(
+        blocks.append(page.Table(COMPARISON_HEAD, tests, 2))
+    note = page.Caption(
         "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
         "same time. Effect: rank-biserial correlation, from -1 to 1; "
         f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g} and {MIN_SHARE:.0%} of the leases."
     )
-    return PageSection("Bias", lead, [Card([*blocks, note])])
+    return page.PageSection("Bias", lead, [page.Card([*blocks, note])])
 
 
 # Ledger
 
 
-def _ledger(history: RunHistory) -> PageSection:
+def _ledger(history: RunHistory) -> page.PageSection:
     books = history.ledger
     lead = "Every lease ends in exactly one way; whatever is lost or counted twice would break this sum."
     if books is None:
-        missing = Missing(
+        missing = page.Missing(
             [
                 "The books are closed in the final row, which this run has not written.",
                 f"So far its rows tell of {history.num_groups_trained:,} groups trained and "
                 f"{sum(history.groups_by_drop_reason.values()):,} dropped{_reasons(history.groups_by_drop_reason)}.",
             ]
         )
-        return PageSection("Ledger", lead, [Card([missing])])
+        return page.PageSection("Ledger", lead, [page.Card([missing])])
     terms = (
-        Term("trained", books.trained, "calm"),
-        Term(f"dropped{_reasons(books.dropped)}", sum(books.dropped.values()), "bad"),
-        Term("expired", books.expired, "warn"),
-        Term("in flight", books.in_flight, "idle"),
+        page.Term("trained", books.trained, "calm"),
+        page.Term(f"dropped{_reasons(books.dropped)}", sum(books.dropped.values()), "bad"),
+        page.Term("expired", books.expired, "warn"),
+        page.Term("in flight", books.in_flight, "idle"),
     )
-    return PageSection("Ledger", lead, [Card([Sum(Term("leased", books.leased, "whole"), terms), _law(books, terms)])])
+    return page.PageSection(
+        "Ledger", lead, [page.Card([page.Sum(page.Term("leased", books.leased, "whole"), terms), _law(books, terms)])]
+    )
 
 
-def _law(books: LedgerSums, terms: Sequence[Term]) -> Sentence:
+def _law(books: LedgerSums, terms: Sequence[page.Term]) -> page.Sentence:
     sum_text = f"{' + '.join(f'{term.number:,}' for term in terms)} = {books.num_accounted:,}"
     missing = books.leased - books.num_accounted
     if missing == 0:
-        return Sentence(f"The law holds: {sum_text}, every lease is accounted for.", "good")
+        return page.Sentence(f"The law holds: {sum_text}, every lease is accounted for.", "good")
     fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} are counted twice"
-    return Sentence(f"The law is broken: {sum_text}, not {books.leased:,}; {fault}.", "bad")
+    return page.Sentence(f"The law is broken: {sum_text}, not {books.leased:,}; {fault}.", "bad")
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
@@ -406,10 +390,10 @@ def _reasons(dropped: Mapping[str, int]) -> str:
 # Tables
 
 
-def _actors(history: RunHistory) -> PageSection:
+def _actors(history: RunHistory) -> page.PageSection:
     lead = "What each actor did, all its restarts under one name added up."
     if not history.actors:
-        return PageSection("Actors", lead, [Card([Missing(["No actor has reported."])])])
+        return page.PageSection("Actors", lead, [page.Card([page.Missing(["No actor has reported."])])])
     start = history.first_time or 0.0
     rows = [
         (
@@ -424,37 +408,37 @@ def _actors(history: RunHistory) -> PageSection:
         for actor in sorted(history.actors.values(), key=lambda actor: actor.name)
     ]
     columns = ("Actor", "Last version", "Groups sent", "Tokens", "tok/s", "First heard at", "Last heard at")
-    return PageSection("Actors", lead, [Card([Table(columns, rows, 1)])])
+    return page.PageSection("Actors", lead, [page.Card([page.Table(columns, rows, 1)])])
 
 
-def _events(history: RunHistory) -> PageSection:
+def _events(history: RunHistory) -> page.PageSection:
     lead = "Joins, losses, exclusions, and whatever else was out of the ordinary."
     if not history.events:
-        return PageSection("Events", lead, [Card([Missing(["Nothing happened."])])])
+        return page.PageSection("Events", lead, [page.Card([page.Missing(["Nothing happened."])])])
     counts = Counter(event.event for event in history.events)
     shown, note = history.events, []
     if len(shown) > MAX_EVENT_ROWS:
-        note = [Caption(f"The first and the last {MAX_EVENT_ROWS // 2} of {len(shown):,} events.")]
+        note = [page.Caption(f"The first and the last {MAX_EVENT_ROWS // 2} of {len(shown):,} events.")]
         shown = shown[: MAX_EVENT_ROWS // 2] + shown[-MAX_EVENT_ROWS // 2 :]
     start = history.first_time or 0.0
     rows = [
         (
             duration(event.time - start),
-            Mark(event.event, _EVENT_TONES.get(event.event, "calm")),
+            page.Mark(event.event, _EVENT_TONES.get(event.event, "calm")),
             event.actor or "",
             event.detail,
         )
         for event in shown
     ]
-    listing = Table(("After", "Event", "Actor", "Detail"), rows, 4)
-    return PageSection("Events", lead, [Card([NamedNumbers(dict(counts.most_common())), listing, *note])])
+    listing = page.Table(("After", "Event", "Actor", "Detail"), rows, 4)
+    return page.PageSection("Events", lead, [page.Card([page.NamedNumbers(dict(counts.most_common())), listing, *note])])
 
 
-def _settings(config: RunSettings) -> PageSection:
+def _settings(config: RunSettings) -> page.PageSection:
     lead = "The resolved settings the run was started with."
     if not config.text:
-        return PageSection("Settings", lead, [Card([Missing([f"The folder has no {CONFIG_FILE}."])])])
-    return PageSection("Settings", lead, [Folded(CONFIG_FILE, "", [config.text])])
+        return page.PageSection("Settings", lead, [page.Card([page.Missing([f"The folder has no {CONFIG_FILE}."])])])
+    return page.PageSection("Settings", lead, [page.Folded(CONFIG_FILE, "", [config.text])])
 
 
 def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
@@ -467,4 +451,4 @@ def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(sections_html(read_report(Path(sys.argv[1]))).encode())
+    sys.stdout.buffer.write(page.sections_html(read_report(Path(sys.argv[1]))).encode())

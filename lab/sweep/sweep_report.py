@@ -7,27 +7,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.common.formats import duration, number
-from offbeat.common.pages.page import (
-    Block,
-    Bullets,
-    Caption,
-    Card,
-    Folded,
-    Grid,
-    KeyFigure,
-    LinkedText,
-    Mark,
-    Missing,
-    NotedText,
-    Page,
-    PageHead,
-    PageSection,
-    Sentence,
-    Table,
-    TableCell,
-    Tiles,
-    write_page,
-)
+from offbeat.common.pages import page
 from offbeat.common.processes import files
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
@@ -54,10 +34,10 @@ def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()
     plan = read_plan(folder)
     gathered = gather(folder, plan, margin, read_baseline(plan, baseline))
     files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
-    return write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
+    return page.write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
 
 
-def _page(name: str, gathered: Gathered) -> Page:
+def _page(name: str, gathered: Gathered) -> page.Page:
     summary = gathered.summary
     sections = (
         _recommendation(summary),
@@ -71,10 +51,10 @@ def _page(name: str, gathered: Gathered) -> Page:
     )
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     foot = f"Written {written}; all numbers are in {SUMMARY_FILE}."
-    return Page(_head(name, summary, gathered.config), _key_figures(summary), sections, foot)
+    return page.Page(_head(name, summary, gathered.config), _key_figures(summary), sections, foot)
 
 
-def _head(name: str, summary: Summary, config: Config) -> PageHead:
+def _head(name: str, summary: Summary, config: Config) -> page.PageHead:
     num_ended = sum(run.state in ENDED for run in summary.runs)
     num_hopeless = sum(run.state == "hopeless" for run in summary.runs)
     is_complete = num_ended == len(summary.runs)
@@ -94,19 +74,19 @@ def _head(name: str, summary: Summary, config: Config) -> PageHead:
         "Objective": config.loss.objective,
         "Steps": f"{config.train.num_steps:,} of {config.train.groups_per_step} groups",
     }
-    return PageHead(name, "good" if is_complete else "warn", what, detail, facts)
+    return page.PageHead(name, "good" if is_complete else "warn", what, detail, facts)
 
 
 def _title(summary: Summary, label: str) -> str:
     return f"{next(iter(summary.settings))} = {label}" if len(summary.settings) == 1 else label
 
 
-def _key_figures(summary: Summary) -> Tiles:
+def _key_figures(summary: Summary) -> page.Tiles:
     best = next((value for value in summary.values if value.label == summary.recommendation.label), None)
     base = next(value for value in summary.values if value.label == summary.reference)
-    return Tiles(
+    return page.Tiles(
         (
-            KeyFigure("Recommended", best.label if best else "–", "", _setting_names(summary)),
+            page.KeyFigure("Recommended", best.label if best else "–", "", _setting_names(summary)),
             _reward_tile("Final reward of the reference", base),
             _reward_tile("Final reward of the recommended", best),
             _ratio_tile(best, summary),
@@ -118,35 +98,35 @@ def _setting_names(summary: Summary) -> str:
     return ", ".join(summary.settings)
 
 
-def _reward_tile(label: str, value: Value | None) -> KeyFigure:
+def _reward_tile(label: str, value: Value | None) -> page.KeyFigure:
     reward = value.estimates.get("final_reward") if value else None
     if value is None or reward is None:
-        return KeyFigure(label, "–", "", "no finished run")
+        return page.KeyFigure(label, "–", "", "no finished run")
     spread = "one seed" if reward.std is None else f"± {reward.std:.3f} between {reward.num_seeds} seeds"
-    return KeyFigure(label, f"{reward.mean:.3f}", "", f"{value.label}; {spread}")
+    return page.KeyFigure(label, f"{reward.mean:.3f}", "", f"{value.label}; {spread}")
 
 
-def _ratio_tile(best: Value | None, summary: Summary) -> KeyFigure:
+def _ratio_tile(best: Value | None, summary: Summary) -> page.KeyFigure:
     note = f"wall-clock to within {summary.margin:g} of the reference's reward, over the reference's"
     if best is None or best.time_ratio is None:
-        return KeyFigure("Time", "–", "", note)
-    return KeyFigure("Time", f"{best.time_ratio.difference:.2f}", "×", note)
+        return page.KeyFigure("Time", "–", "", note)
+    return page.KeyFigure("Time", f"{best.time_ratio.difference:.2f}", "×", note)
 
 
-def _recommendation(summary: Summary) -> PageSection:
+def _recommendation(summary: Summary) -> page.PageSection:
     told = summary.recommendation
-    caption = Caption(
+    caption = page.Caption(
         f"The rule: {RULE} The margin is {summary.margin:g} (--difference), the reference "
         f"{_title(summary, summary.reference)}; values are compared by Welch's t-test at {CONFIDENCE:.0%}. A "
         f"final reward is the mean of the last {NUM_FINAL_STEPS} steps, whose completions are as old as the run's lag: where "
         "the policy still improves, the held-out reward is the fairer one."
     )
-    headline = Sentence(told.headline, "good" if told.label is not None else "warn")
-    card = Card([headline, Bullets(told.sentences), caption])
-    return PageSection("Recommendation", "What these runs say, and what they cannot say.", [card])
+    headline = page.Sentence(told.headline, "good" if told.label is not None else "warn")
+    card = page.Card([headline, page.Bullets(told.sentences), caption])
+    return page.PageSection("Recommendation", "What these runs say, and what they cannot say.", [card])
 
 
-def _learning(gathered: Gathered) -> PageSection:
+def _learning(gathered: Gathered) -> page.PageSection:
     summary = gathered.summary
     plots = (
         sweep_plots.reward_by_groups(summary, gathered.curves),
@@ -170,10 +150,12 @@ def _learning(gathered: Gathered) -> PageSection:
         "reference's final reward, less the margin or not; “k of n” where not every seed came there, of those that did."
     )
     table = _value_table(summary, columns, caption)
-    return PageSection("Learning", "Does a staler run learn as much, and does it get there sooner?", [Grid(plots), table])
+    return page.PageSection(
+        "Learning", "Does a staler run learn as much, and does it get there sooner?", [page.Grid(plots), table]
+    )
 
 
-def _speed(summary: Summary) -> PageSection:
+def _speed(summary: Summary) -> page.PageSection:
     columns = {
         "Tokens trained / s": _shown("tokens_per_s", ",.0f"),
         "Groups / s": _shown("groups_per_s", ".2f"),
@@ -188,10 +170,10 @@ def _speed(summary: Summary) -> PageSection:
     )
     plots = (sweep_plots.throughput(summary), sweep_plots.waiting(summary))
     table = _value_table(summary, columns, caption)
-    return PageSection("Throughput", "Who waits for whom?", [Grid(plots), table])
+    return page.PageSection("Throughput", "Who waits for whom?", [page.Grid(plots), table])
 
 
-def _staleness(summary: Summary) -> PageSection:
+def _staleness(summary: Summary) -> page.PageSection:
     columns = {
         "Lag, mean": _shown("lag_mean", ".2f"),
         "Lag, largest": _shown("lag_max", ".1f"),
@@ -205,10 +187,10 @@ def _staleness(summary: Summary) -> PageSection:
     )
     plots = (sweep_plots.lag(summary), sweep_plots.drift(summary))
     lead = "How old were the rollouts, and how far had the policy moved on?"
-    return PageSection("Lag and drift", lead, [Grid(plots), _value_table(summary, columns, caption)])
+    return page.PageSection("Lag and drift", lead, [page.Grid(plots), _value_table(summary, columns, caption)])
 
 
-def _bias(summary: Summary) -> PageSection:
+def _bias(summary: Summary) -> page.PageSection:
     alarms = [f"{run.name}: {alarm}" for run in summary.runs if run.state in ENDED for alarm in run.measures.bias_alarms]
     columns = {
         "Length generated": _shown("generated_length", ",.1f"),
@@ -220,17 +202,17 @@ def _bias(summary: Summary) -> PageSection:
         "Mean and standard deviation between seeds. Lengths are in tokens; “passed over” are groups that were ready when a "
         "batch with younger leases was trained without them; `offbeat drift` tells more about one run."
     )
-    verdict: list[Block] = [Sentence("No run raises the bias alarm.", "good")]
+    verdict: list[page.Block] = [page.Sentence("No run raises the bias alarm.", "good")]
     if alarms:
-        verdict = [Sentence(f"Bias alarms: {len(alarms)}", "bad"), Bullets(alarms)]
-    blocks = [_value_table(summary, columns, caption), Card(verdict)]
-    return PageSection("Bias", "Is anything kept from training, or made to wait, for what it is?", blocks)
+        verdict = [page.Sentence(f"Bias alarms: {len(alarms)}", "bad"), page.Bullets(alarms)]
+    blocks = [_value_table(summary, columns, caption), page.Card(verdict)]
+    return page.PageSection("Bias", "Is anything kept from training, or made to wait, for what it is?", blocks)
 
 
-def _differences(summary: Summary) -> PageSection:
+def _differences(summary: Summary) -> page.PageSection:
     lead = "Every value less its baseline, over the seeds that both have, and whether the corrected test distinguishes them."
     if not any(one.final_reward for one in summary.differences):
-        return PageSection("Comparisons", lead, [Card([Missing(["There are no two values to compare."])])])
+        return page.PageSection("Comparisons", lead, [page.Card([page.Missing(["There are no two values to compare."])])])
     rows = [
         (
             one.label,
@@ -243,22 +225,22 @@ def _differences(summary: Summary) -> PageSection:
         for one in summary.differences
     ]
     columns = ("Value", "Baseline", "Final reward", "Difference", "p (Holm)", "Held-out", "p (Holm)", "Wall-clock, ratio")
-    caption = Caption(
+    caption = page.Caption(
         f"Mean difference in pairs of one seed, with Student's interval at {PAIRED_CONFIDENCE:.0%}. P-values are corrected by "
         f"Holm's method for all values of one baseline; distinguishable means p < {SIGNIFICANT:g}. Ratios of wall-clock are of "
         f"finished runs, with Welch's interval at {CONFIDENCE:.0%}. --baseline KEY=VALUE chooses what is compared with what."
     )
-    return PageSection("Comparisons", lead, [Card([Table(columns, rows, 3), caption])])
+    return page.PageSection("Comparisons", lead, [page.Card([page.Table(columns, rows, 3), caption])])
 
 
-def _verdict(against: AgainstBaseline | None) -> Mark:
+def _verdict(against: AgainstBaseline | None) -> page.Mark:
     if against is None:
-        return Mark("no pair", "idle")
+        return page.Mark("no pair", "idle")
     if against.adjusted_p is None:
-        return Mark("one seed", "idle")
+        return page.Mark("one seed", "idle")
     if not against.is_significant:
-        return Mark("not distinguishable", "calm")
-    return Mark("higher", "good") if against.compared.difference > 0 else Mark("lower", "bad")
+        return page.Mark("not distinguishable", "calm")
+    return page.Mark("higher", "good") if against.compared.difference > 0 else page.Mark("lower", "bad")
 
 
 def _difference(against: AgainstBaseline | None) -> tuple[str, str]:
@@ -279,11 +261,11 @@ def _ratio(ratio: Comparison | None) -> str:
     return f"{ratio.difference:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _runs(summary: Summary) -> PageSection:
+def _runs(summary: Summary) -> page.PageSection:
     rows = [
         (
             _run_link(run),
-            Mark(run.state if run.state != "new" else "not begun", _STATE_TONES[run.state]),
+            page.Mark(run.state if run.state != "new" else "not begun", _STATE_TONES[run.state]),
             f"{run.measures.num_steps:,}",
             number(run.measures.final_reward, ".3f"),
             number(run.measures.held_out_reward, ".3f"),
@@ -297,31 +279,31 @@ def _runs(summary: Summary) -> PageSection:
     ]
     columns = ("SweepRun", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
     columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
-    return PageSection("Runs", "Each run's own report is behind its name.", [Card([Table(columns, rows, 2)])])
+    return page.PageSection("Runs", "Each run's own report is behind its name.", [page.Card([page.Table(columns, rows, 2)])])
 
 
-def _run_link(run: SweepRun) -> TableCell:
-    return LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name
+def _run_link(run: SweepRun) -> page.TableCell:
+    return page.LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name
 
 
-def _settings(config: Config) -> PageSection:
+def _settings(config: Config) -> page.PageSection:
     lead = "Of the first run, all of them; the others differ in what is varied, and in run.seed and run.dir."
-    return PageSection("Settings", lead, [Folded("run.toml", "", [resolved_toml(config)])])
+    return page.PageSection("Settings", lead, [page.Folded("run.toml", "", [resolved_toml(config)])])
 
 
-def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> Card:
+def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> page.Card:
     """Return a card with a line for each value; `columns` makes the cells under each heading."""
     rows = [(_label(summary, value), *(cell(value) for cell in columns.values())) for value in summary.values]
-    return Card([Table((_setting_names(summary), *columns), rows, 1), Caption(caption)])
+    return page.Card([page.Table((_setting_names(summary), *columns), rows, 1), page.Caption(caption)])
 
 
-def _label(summary: Summary, value: Value) -> NotedText:
+def _label(summary: Summary, value: Value) -> page.NotedText:
     marks = [
         mark
         for mark, label in (("reference", summary.reference), ("recommended", summary.recommendation.label))
         if label == value.label
     ]
-    return NotedText(value.label, ", ".join(marks))
+    return page.NotedText(value.label, ", ".join(marks))
 
 
 def _shown(name: str, form: str) -> Callable[[Value], str]:

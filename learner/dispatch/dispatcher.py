@@ -43,35 +43,8 @@ from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
+from offbeat.protocols import messages
 from offbeat.protocols.keys import NO_KEYS, Sender
-from offbeat.protocols.messages import (
-    ActorHeartbeat,
-    ActorMessage,
-    CanaryRouted,
-    CanaryScored,
-    ChunkRequest,
-    Credit,
-    CreditLimit,
-    FilesScored,
-    Goodbye,
-    GroupDone,
-    Hello,
-    LearnerHeartbeat,
-    LearnerMessage,
-    Lease,
-    LeaseFailed,
-    LiveSettingsReport,
-    LiveSettingsRequest,
-    RunRequest,
-    SayHello,
-    SettingChange,
-    StatusReport,
-    StatusRequest,
-    Stop,
-    Vitals,
-    WeightsCommitted,
-    WeightsStaged,
-)
 from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
 
 
@@ -80,9 +53,9 @@ class Listeners(NamedTuple):
 
     joined: Callable[[bytes], None]
     """Takes the address of an actor that has joined."""
-    introduced: Callable[[Hello], None]
+    introduced: Callable[[messages.Hello], None]
     """Takes the hello of an actor that has joined."""
-    weights: Callable[[str, WeightsStaged | WeightsCommitted], None]
+    weights: Callable[[str, messages.WeightsStaged | messages.WeightsCommitted], None]
     """Takes an actor's name and its answer to an update of the weights."""
     distrusted: Callable[[bytes, str, str], None]
     """Takes address and name of an actor whose weights are not the ones it reports, and the reason."""
@@ -90,7 +63,7 @@ class Listeners(NamedTuple):
     """Takes name, policy version and an actor's routing of the canary: int32 experts `[num_tokens - 1, num_layers, top_k]`."""
     evaluated: FinishEvaluation | None = None
     """Records a finished evaluation; None records its row as it is."""
-    vitals: Callable[[], Vitals] = Vitals
+    vitals: Callable[[], messages.Vitals] = messages.Vitals
     """Returns the newest step in short, and the health rules that are broken."""
     weight_problems: Callable[[], list[str]] = list
     """Returns problems of the transfer of weights, for the operator."""
@@ -223,7 +196,7 @@ class Dispatcher:
         with self._lock:
             self._stop_reason = reason
             for member in self._roster:
-                self._send_queue.send(member.peer, Stop(reason=reason))
+                self._send_queue.send(member.peer, messages.Stop(reason=reason))
 
     def wait_left(self, timeout_s: float) -> bool:
         """Wait until every actor has said goodbye or is lost; return False when the time is over."""
@@ -259,7 +232,7 @@ class Dispatcher:
         with self._lock:
             return self._settings.config
 
-    def tune(self, settings: Mapping[str, str], who: str, reason: str = "") -> tuple[SettingChange, ...]:
+    def tune(self, settings: Mapping[str, str], who: str, reason: str = "") -> tuple[messages.SettingChange, ...]:
         """Change settings (`section.key` to TOML) from now on, all or none; return those that had another value.
 
         Raises `SettingError` when one is refused, `LogFullError` while a restart could not know of the change.
@@ -347,17 +320,19 @@ class Dispatcher:
 
     # The hub's thread
 
-    def handle(self, peer: bytes, message: ActorMessage, arrays: Sequence[Frame], now: float, sender: Sender = NO_KEYS) -> None:
+    def handle(
+        self, peer: bytes, message: messages.ActorMessage, arrays: Sequence[Frame], now: float, sender: Sender = NO_KEYS
+    ) -> None:
         """Take one message of an actor or an operator."""
         with self._lock:
             match message:
-                case StatusRequest() | LiveSettingsRequest():
+                case messages.StatusRequest() | messages.LiveSettingsRequest():
                     self._answer_operator(peer, message, now, sender)
-                case Hello():
+                case messages.Hello():
                     if self._may_speak(peer, sender):
                         self._tell_end(peer)
                         self._join(peer, message, now, sender)
-                case RunRequest():
+                case messages.RunRequest():
                     if self._may_speak(peer, sender):
                         self._tell_end(peer)
                         self._join_server.answer(peer, message.index)
@@ -382,10 +357,10 @@ class Dispatcher:
             if member is None:
                 return
             member.is_reachable = False
-            if isinstance(outgoing.message, Lease):
+            if isinstance(outgoing.message, messages.Lease):
                 self._desk.give_back(member, outgoing.message.lease_id, "actor not reachable")
 
-    def status_report(self) -> StatusReport:
+    def status_report(self) -> messages.StatusReport:
         """Return the state of the run for people."""
         with self._lock:
             return self._report(self._clock())
@@ -421,7 +396,7 @@ class Dispatcher:
         with self._lock:
             return self._send_queue.take()
 
-    def post(self, peer: bytes, message: LearnerMessage) -> None:
+    def post(self, peer: bytes, message: messages.LearnerMessage) -> None:
         """Queue a message of another part (the weight publisher)."""
         with self._lock:
             self._send_queue.send(peer, message)
@@ -440,7 +415,7 @@ class Dispatcher:
             return False
         return True
 
-    def _join(self, peer: bytes, hello: Hello, now: float, sender: Sender) -> None:
+    def _join(self, peer: bytes, hello: messages.Hello, now: float, sender: Sender) -> None:
         """Admit or refuse an actor, or agree again with one that is here already."""
         objection = self._roster.objection(peer, hello, sender)
         if objection is not None:
@@ -466,73 +441,75 @@ class Dispatcher:
 
     def _hear(self, peer: bytes, message: MemberMessage, arrays: Sequence[Frame], now: float) -> None:
         """Take a message that only members may send."""
-        if isinstance(message, ActorHeartbeat):
+        if isinstance(message, messages.ActorHeartbeat):
             self._tell_end(peer)
         member = self._roster.hear(peer, now)
         if member is None:
-            if not isinstance(message, Goodbye):
-                self._send_queue.send(peer, SayHello())
+            if not isinstance(message, messages.Goodbye):
+                self._send_queue.send(peer, messages.SayHello())
             return
         match message:
-            case Credit():
+            case messages.Credit():
                 self._desk.set_capacity(member, message.capacity)
-            case GroupDone():
+            case messages.GroupDone():
                 self._answers.take_group(member, message, arrays)
-            case LeaseFailed():
+            case messages.LeaseFailed():
                 self._answers.take_failure(member, message)
-            case ActorHeartbeat():
+            case messages.ActorHeartbeat():
                 self._roster.note_heartbeat(member, message)
                 self._desk.reconcile(member, message.lease_ids, message.seen_lease_id)
                 self._desk.wait_for_rewards(member, self._settings.config.task.reward_retry_s)
                 newest = -1 if member.newest_lease_id is None else member.newest_lease_id
-                self._send_queue.send(peer, LearnerHeartbeat(newest_lease_id=newest))
-            case WeightsStaged():
+                self._send_queue.send(peer, messages.LearnerHeartbeat(newest_lease_id=newest))
+            case messages.WeightsStaged():
                 self._listeners.weights(member.name, message)
-            case WeightsCommitted():
+            case messages.WeightsCommitted():
                 lie = self._roster.note_commit(member, message)
                 if lie is None:
                     self._listeners.weights(member.name, message)
                 else:
                     self._listeners.distrusted(peer, member.name, lie)
-            case CanaryScored():
+            case messages.CanaryScored():
                 verdict = self._canary.judge(member.name, message.policy_version, logprobs(arrays[0]).copy())
                 if verdict is not None:
                     self.judge_canary(
                         member.name, message.policy_version, verdict.flaw, verdict.agrees_with, is_certain=verdict.is_certain
                     )
-            case FilesScored():
+            case messages.FilesScored():
                 self._canary.measure_floor(member.name, logprobs(arrays[0]).copy())
-            case CanaryRouted():
+            case messages.CanaryRouted():
                 self._listeners.routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
-            case ChunkRequest():
+            case messages.ChunkRequest():
                 self._roster.reject(peer, member.name, "a chunk request at the hub", "chunks are at weights.pull_port")
-            case Goodbye():
+            case messages.Goodbye():
                 self._lose(member, "actor_left", message.reason)
             case _:
                 assert_never(message)
 
-    def _answer_operator(self, peer: bytes, message: StatusRequest | LiveSettingsRequest, now: float, sender: Sender) -> None:
+    def _answer_operator(
+        self, peer: bytes, message: messages.StatusRequest | messages.LiveSettingsRequest, now: float, sender: Sender
+    ) -> None:
         if sender.role == "actor":
             cure = "use a key of role operator"
             self._roster.reject(peer, sender.name, "an actor's key, and an operator's message", cure)
             return
-        is_question = isinstance(message, StatusRequest)
+        is_question = isinstance(message, messages.StatusRequest)
         self._send_queue.send(peer, self._report(now) if is_question else self._change_settings(message, sender))
 
-    def _report(self, now: float) -> StatusReport:
+    def _report(self, now: float) -> messages.StatusReport:
         ask, is_over = self._listeners, self._stop_reason is not None
         problems, failure = [*ask.weight_problems(), *ask.advice()], self._failures.error
         return self._status.report(now, ask.vitals(), problems, failure, ask.hub_rejections(), is_over=is_over)
 
-    def _change_settings(self, request: LiveSettingsRequest, sender: Sender) -> LiveSettingsReport:
+    def _change_settings(self, request: messages.LiveSettingsRequest, sender: Sender) -> messages.LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who
         version = self._versions.current
         try:
             warnings = self._settings.propose(request.settings).warnings
             changed = self.tune(request.settings, who)
         except (SettingError, LogFullError) as error:
-            return LiveSettingsReport(policy_version=version, error=str(error))
-        return LiveSettingsReport(policy_version=version, changed=changed, warnings=tuple(warnings))
+            return messages.LiveSettingsReport(policy_version=version, error=str(error))
+        return messages.LiveSettingsReport(policy_version=version, changed=changed, warnings=tuple(warnings))
 
     # Parts of the above
 
@@ -560,9 +537,9 @@ class Dispatcher:
     def _tell_end(self, peer: bytes) -> None:
         """Tell an actor that has not heard of it, or came too late, that the run is over."""
         if self._stop_reason is not None:
-            self._send_queue.send(peer, Stop(reason=self._stop_reason))
+            self._send_queue.send(peer, messages.Stop(reason=self._stop_reason))
 
     def _send_credit_limit(self, member: Member) -> None:
         limit = self._settings.credit_limit
         if limit is not None:
-            self._send_queue.send(member.peer, CreditLimit(capacity=limit))
+            self._send_queue.send(member.peer, messages.CreditLimit(capacity=limit))

@@ -16,40 +16,22 @@ from offbeat.learner.dispatch.contract import Contract, differences, objection, 
 from offbeat.learner.dispatch.reports import Rejections, report
 from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.dispatch.send_queue import SendQueue
+from offbeat.protocols import messages
 from offbeat.protocols.keys import Sender
-from offbeat.protocols.messages import (
-    ActorHeartbeat,
-    ActorStats,
-    CanaryRouted,
-    CanaryScored,
-    ChunkRequest,
-    Credit,
-    FilesScored,
-    Goodbye,
-    GroupDone,
-    Hello,
-    LeaseFailed,
-    MemberStatus,
-    Refused,
-    RewardTrouble,
-    WeightsCommitted,
-    WeightsStaged,
-    Welcome,
-)
 from offbeat.protocols.text import plain
 
 MemberMessage = (
-    Credit
-    | GroupDone
-    | LeaseFailed
-    | ActorHeartbeat
-    | WeightsStaged
-    | WeightsCommitted
-    | CanaryScored
-    | FilesScored
-    | CanaryRouted
-    | Goodbye
-    | ChunkRequest
+    messages.Credit
+    | messages.GroupDone
+    | messages.LeaseFailed
+    | messages.ActorHeartbeat
+    | messages.WeightsStaged
+    | messages.WeightsCommitted
+    | messages.CanaryScored
+    | messages.FilesScored
+    | messages.CanaryRouted
+    | messages.Goodbye
+    | messages.ChunkRequest
 )
 """The messages of an actor after its hello."""
 
@@ -85,7 +67,7 @@ class Member:
 
     peer: bytes
     """Its address at the hub."""
-    hello: Hello
+    hello: messages.Hello
     """Its first hello."""
     last_heard: float
     """Time of its last message, on the dispatcher's clock."""
@@ -105,7 +87,7 @@ class Member:
     """Wrong log-probs of the canary since its last right ones, oldest first; at most `MAX_MISMATCHES` are kept."""
     quarantines: list[bool] = field(default_factory=list)
     """The latest comparisons of the canary, oldest first: True for one that began a quarantine. At most `RECENT` are kept."""
-    stats: ActorStats = field(default_factory=ActorStats)
+    stats: messages.ActorStats = field(default_factory=messages.ActorStats)
     """Statistics of the last recorded heartbeat."""
     stats_at: float = -math.inf
     tokens_per_s: float = 0.0
@@ -114,7 +96,7 @@ class Member:
     """Leases it must answer, evaluation included. `LeaseDesk` maintains them."""
     newest_lease_id: int | None = None
     """The newest lease sent to it."""
-    reward_trouble: RewardTrouble | None = None
+    reward_trouble: messages.RewardTrouble | None = None
     """Rewards that it cannot get for now, as of its last heartbeat."""
     is_trouble_reported: bool = False
     is_reachable: bool = True
@@ -125,7 +107,7 @@ class Member:
         """The actor's name."""
         return self.hello.actor
 
-    def is_repeated(self, hello: Hello, now: float) -> bool:
+    def is_repeated(self, hello: messages.Hello, now: float) -> bool:
         """Return whether a hello was sent before the welcome for the same one arrived."""
         return now - self.welcomed_at < REPEATED_HELLO_S and hello.lease_ids == self.welcomed_with
 
@@ -148,7 +130,7 @@ class Member:
         """Return whether its weights are of this policy version or newer."""
         return self.policy_version is not None and self.policy_version >= policy_version
 
-    def status(self, now: float) -> MemberStatus:
+    def status(self, now: float) -> messages.MemberStatus:
         """Describe the member to the operator; `now` is on the clock of `last_heard`."""
         if self.is_quarantined:
             state = "quarantined"
@@ -157,7 +139,7 @@ class Member:
         else:
             state = "new" if self.policy_version is None else "working"
         engine = self.hello.engine
-        return MemberStatus(
+        return messages.MemberStatus(
             name=self.name,
             state=state,
             policy_version=-1 if self.policy_version is None else self.policy_version,
@@ -223,7 +205,7 @@ class Roster:
 
     # Joining and leaving
 
-    def objection(self, peer: bytes, hello: Hello, sender: Sender) -> str | None:
+    def objection(self, peer: bytes, hello: messages.Hello, sender: Sender) -> str | None:
         """Return the reason why this actor may not join, with the cure; None for one that may."""
         if not sender.may_be(hello.actor):
             return (
@@ -243,13 +225,13 @@ class Roster:
         reasons = (objection(self._contract, hello), source_objection(self._contract, hello, others))
         return "; ".join(filter(None, reasons)) or None
 
-    def turn_away(self, peer: bytes, hello: Hello, reason: str) -> None:
+    def turn_away(self, peer: bytes, hello: messages.Hello, reason: str) -> None:
         """Refuse an actor that wants to join."""
         if self.rejections.count(hello.actor, reason):
             report(self._record, EventRow(event="actor_refused", detail=reason, actor=hello.actor))
-        self._send_queue.send(peer, Refused(reason=reason))
+        self._send_queue.send(peer, messages.Refused(reason=reason))
 
-    def replaced_by(self, peer: bytes, hello: Hello) -> Member | None:
+    def replaced_by(self, peer: bytes, hello: messages.Hello) -> Member | None:
         """Return the live member whose name a newer process has taken, and refuse that member from now on."""
         namesake = self.named(hello.actor)
         if namesake is None or namesake.peer == peer:
@@ -267,7 +249,7 @@ class Roster:
         if len(self._barred) > MAX_BARRED:
             del self._barred[next(iter(self._barred))]
 
-    def add(self, peer: bytes, hello: Hello, sender: Sender, now: float) -> Member:
+    def add(self, peer: bytes, hello: messages.Hello, sender: Sender, now: float) -> Member:
         """Admit an actor that is not here yet."""
         member = Member(peer=peer, hello=hello, key_name=sender.name, last_heard=now)
         self._by_peer[peer] = member
@@ -280,11 +262,11 @@ class Roster:
         detail = f"{engine.name} {engine.version} {engine.dtype} on {engine.device}{unlike}"
         report(self._record, EventRow(event="actor_joined", detail=detail, actor=member.name))
 
-    def welcome(self, member: Member, hello: Hello, now: float) -> None:
+    def welcome(self, member: Member, hello: messages.Hello, now: float) -> None:
         """Send a member the contract of the run, in answer to its hello."""
         member.welcomed_at, member.welcomed_with = now, hello.lease_ids
         contract = self._contract
-        welcome = Welcome(
+        welcome = messages.Welcome(
             run_id=contract.run_id,
             learner_incarnation=contract.learner_incarnation,
             max_message_bytes=contract.max_message_bytes,
@@ -338,7 +320,7 @@ class Roster:
             # Not into the future: messages sent meanwhile have just been read.
             member.last_heard = min(now, member.last_heard + absent_s)
 
-    def note_heartbeat(self, member: Member, heartbeat: ActorHeartbeat) -> None:
+    def note_heartbeat(self, member: Member, heartbeat: messages.ActorHeartbeat) -> None:
         """Record a member's statistics and reward troubles, unless heartbeats come in a flood or from very many."""
         now = member.last_heard
         seconds = now - member.stats_at
@@ -352,7 +334,7 @@ class Roster:
         version = None if heartbeat.policy_version < 0 else heartbeat.policy_version
         self._record(ActorRow(actor=member.name, policy_version=version, **stats))
 
-    def _note_reward_trouble(self, member: Member, trouble: RewardTrouble | None) -> None:
+    def _note_reward_trouble(self, member: Member, trouble: messages.RewardTrouble | None) -> None:
         """Remember which rewards a member cannot get; report the start and the end of a trouble that lasts."""
         last, member.reward_trouble = member.reward_trouble, trouble
         if trouble is not None and not member.is_trouble_reported and trouble.waiting_s >= TROUBLE_REPORTED_AFTER_S:
@@ -372,11 +354,11 @@ class Roster:
         """Count a message that changes nothing, and tell its sender why and what to do."""
         if self.rejections.count(name, reason):
             report(self._record, EventRow(event="bad_message", detail=reason, peer=name))
-        self._send_queue.send(peer, Refused(reason=f"{reason}: {cure}" if cure else reason))
+        self._send_queue.send(peer, messages.Refused(reason=f"{reason}: {cure}" if cure else reason))
 
     # Trust
 
-    def note_commit(self, member: Member, commit: WeightsCommitted) -> str | None:
+    def note_commit(self, member: Member, commit: messages.WeightsCommitted) -> str | None:
         """Note which weights a member samples with; return the reason to distrust it, for weights that nobody has sent."""
         published = self._versions.published
         if published is None or commit.policy_version > published:
@@ -390,7 +372,7 @@ class Roster:
         return None
 
 
-def described(trouble: RewardTrouble) -> str:
+def described(trouble: messages.RewardTrouble) -> str:
     """Return a member's trouble with rewards in words."""
     waiting = f"{len(trouble.lease_ids)} groups wait"
     return f"rewards are failing for {trouble.waiting_s:.0f} s, {waiting}: {trouble.problem}"

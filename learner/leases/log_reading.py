@@ -8,18 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.learner.leases.log_records import (
-    HEADER_BYTES,
-    LogDamagedError,
-    Position,
-    RawRecord,
-    Record,
-    SegmentHeader,
-    decode_header,
-    decode_record,
-    find_whole,
-    whole_records,
-)
+from offbeat.learner.leases import log_records
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +18,9 @@ _NAME = re.compile(r"\d{8,}\.log")
 class Gap(NamedTuple):
     """A place where records are lost, although whole ones follow."""
 
-    start: Position
+    start: log_records.Position
     """End of the last whole record before."""
-    end: Position
+    end: log_records.Position
     """Start of the first whole record behind, or of the segment that has it."""
 
     def __str__(self) -> str:
@@ -42,7 +31,7 @@ class Gap(NamedTuple):
         return f"from offset {self.start.offset} of {first} to offset {self.end.offset} of {last} the log is lost"
 
 
-def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
+def read_log(folder: Path, start: log_records.Position | None = None) -> Iterator[log_records.Record]:
     """Yield the records of `read_history`; gaps are logged as warnings."""
     for found in read_history(folder, start):
         if isinstance(found, Gap):
@@ -51,15 +40,15 @@ def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
             yield found
 
 
-def read_whole_log(folder: Path) -> Iterator[Record]:
+def read_whole_log(folder: Path) -> Iterator[log_records.Record]:
     """Yield the records of `read_history`; raises `LogDamagedError` at a gap."""
     for found in read_history(folder):
         if isinstance(found, Gap):
-            raise LogDamagedError(f"{folder}: {found}; this takes a log without damage")
+            raise log_records.LogDamagedError(f"{folder}: {found}; this takes a log without damage")
         yield found
 
 
-def read_history(folder: Path, start: Position | None = None) -> Iterator[Record | Gap]:
+def read_history(folder: Path, start: log_records.Position | None = None) -> Iterator[log_records.Record | Gap]:
     """Yield the records from `start`, or the oldest there is, to the end, and every gap between them.
 
     Another process may be writing. `Position(0, 0)` asks for the whole history. Raises `LogDamagedError` when the segments from
@@ -79,35 +68,35 @@ def read_history(folder: Path, start: Position | None = None) -> Iterator[Record
         segment, header = opened
         begin = start.offset if start is not None and number == start.segment else 0
         if header is not None and header.run_id != (run_id := run_id or header.run_id):
-            raise LogDamagedError(f"{path} is of run {header.run_id}, and the log before it of run {run_id}")
+            raise log_records.LogDamagedError(f"{path} is of run {header.run_id}, and the log before it of run {run_id}")
         if header is None:
             if not begin:
-                yield Gap(Position(number, 0), Position(number, HEADER_BYTES))
+                yield Gap(log_records.Position(number, 0), log_records.Position(number, log_records.HEADER_BYTES))
         elif reached is not None and reached < header.previous_end:
             if number == numbers[0]:
-                raise LogDamagedError(
+                raise log_records.LogDamagedError(
                     f"{folder}: the history before {path.name} was deleted, and it is needed from offset {reached.offset} of "
                     f"{segment_name(reached.segment)} on. Resume from a checkpoint made after that; or move the folder out of "
                     "run.dir to go on without the log: its groups are generated again."
                 )
             yield Gap(reached, header.previous_end)
-        offset = max(begin, HEADER_BYTES)
+        offset = max(begin, log_records.HEADER_BYTES)
         for raw in _records_around_damage(segment, offset):
             if raw.offset > offset:
-                yield Gap(Position(number, offset), Position(number, raw.offset))
-            yield decode_record(raw, number, path)
+                yield Gap(log_records.Position(number, offset), log_records.Position(number, raw.offset))
+            yield log_records.decode_record(raw, number, path)
             offset = raw.end
-        reached = Position(number, offset)
+        reached = log_records.Position(number, offset)
 
 
-def read_record(folder: Path, position: Position) -> Record | None:
+def read_record(folder: Path, position: log_records.Position) -> log_records.Record | None:
     """Return the record that begins at this position, or None when it was deleted or damaged."""
     path = segment_path(folder, position.segment)
     opened = open_segment(path)
-    if opened is None or position.offset < HEADER_BYTES:
+    if opened is None or position.offset < log_records.HEADER_BYTES:
         return None
-    raw = next(whole_records(opened[0], position.offset), None)
-    return None if raw is None else decode_record(raw, position.segment, path)
+    raw = next(log_records.whole_records(opened[0], position.offset), None)
+    return None if raw is None else log_records.decode_record(raw, position.segment, path)
 
 
 def segment_name(number: int) -> str:
@@ -120,9 +109,9 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / segment_name(number)
 
 
-def read_headers(folder: Path) -> dict[Path, SegmentHeader]:
+def read_headers(folder: Path) -> dict[Path, log_records.SegmentHeader]:
     """Return the headers of all segments, without those that are damaged, in order of the files' names."""
-    headers: dict[Path, SegmentHeader] = {}
+    headers: dict[Path, log_records.SegmentHeader] = {}
     for number in segment_numbers(folder):
         path = segment_path(folder, number)
         opened = _open_file(path)
@@ -136,7 +125,7 @@ def segment_numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def open_segment(path: Path) -> tuple[memoryview, SegmentHeader | None] | None:
+def open_segment(path: Path) -> tuple[memoryview, log_records.SegmentHeader | None] | None:
     """Return a segment's bytes and header (None: its header is damaged).
 
     Returns None when the segment is deleted, holds no record, or is another one under this name.
@@ -145,19 +134,19 @@ def open_segment(path: Path) -> tuple[memoryview, SegmentHeader | None] | None:
     return None if opened is None or (opened[1] is not None and opened[1].number != int(path.stem)) else opened
 
 
-def _open_file(path: Path) -> tuple[memoryview, SegmentHeader | None] | None:
+def _open_file(path: Path) -> tuple[memoryview, log_records.SegmentHeader | None] | None:
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < HEADER_BYTES:
+            if os.fstat(file.fileno()).st_size < log_records.HEADER_BYTES:
                 return None
             segment = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
         return None
     try:
-        return segment, decode_header(segment, path)
-    except LogDamagedError:
+        return segment, log_records.decode_header(segment, path)
+    except log_records.LogDamagedError:
         # After a power failure a file can be longer than its written content.
-        return None if find_whole(segment, HEADER_BYTES) is None else (segment, None)
+        return None if log_records.find_whole(segment, log_records.HEADER_BYTES) is None else (segment, None)
 
 
 def find_end(path: Path) -> int:
@@ -165,17 +154,17 @@ def find_end(path: Path) -> int:
     opened = open_segment(path)
     if opened is None:
         return 0
-    end = HEADER_BYTES
-    for raw in _records_around_damage(opened[0], HEADER_BYTES):
+    end = log_records.HEADER_BYTES
+    for raw in _records_around_damage(opened[0], log_records.HEADER_BYTES):
         end = raw.end
     return end
 
 
-def _records_around_damage(segment: memoryview, offset: int) -> Iterator[RawRecord]:
+def _records_around_damage(segment: memoryview, offset: int) -> Iterator[log_records.RawRecord]:
     """Yield all whole records of a segment from `offset` on, also those behind bytes that are no record."""
     found: int | None = offset
     while found is not None:
-        for raw in whole_records(segment, found):
+        for raw in log_records.whole_records(segment, found):
             yield raw
             offset = raw.end
-        found = find_whole(segment, offset)
+        found = log_records.find_whole(segment, offset)

@@ -32,16 +32,7 @@ from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.restart.run_identity import (
-    Change,
-    PromptHashes,
-    RunIdentity,
-    read_identity,
-    read_prompt_hashes,
-    report_changes,
-    require_same_run,
-    write_identity,
-)
+from offbeat.learner.restart import run_identity
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer_state import read_version
@@ -59,7 +50,7 @@ class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dispatcher: DispatcherState
     noise: Noise | None = None
     """The automatic bound's; None when it has measured none."""
-    identity: RunIdentity | None = None
+    identity: run_identity.RunIdentity | None = None
     """Everything that the run is made with; None in checkpoints of older programs."""
 
 
@@ -73,7 +64,7 @@ class Checkpoints:
         trainer: RankedTrainer,
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
-        identity: RunIdentity,
+        identity: run_identity.RunIdentity,
         keep: int,
         record: Recorder,
     ) -> None:
@@ -121,20 +112,20 @@ class Checkpoints:
 class OpenedFolder(NamedTuple):
     """The run's folder, ready for this process."""
 
-    identity: RunIdentity
+    identity: run_identity.RunIdentity
     """With the run's id."""
     damaged: list[str]
     """A line about each checkpoint that was set aside."""
-    changes: list[Change]
+    changes: list[run_identity.Change]
     """Differences to the run that is resumed, which it may have."""
 
     def report(self, record: Recorder) -> None:
         """Log and record what was found."""
         report_damaged(self.damaged, record)
-        report_changes(self.changes, record)
+        run_identity.report_changes(self.changes, record)
 
 
-def open_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> OpenedFolder:
+def open_folder(config: Config, identity: run_identity.RunIdentity, prompt_hashes: run_identity.PromptHashes) -> OpenedFolder:
     """Prepare the run's folder, which is locked: find the run's id, set damaged checkpoints aside, write config and identity.
 
     Raises `SettingError` as `prepare_folder` does.
@@ -146,7 +137,9 @@ def open_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHash
     return OpenedFolder(identity, damaged, prepare_folder(config, identity, prompt_hashes))
 
 
-def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> list[Change]:
+def prepare_folder(
+    config: Config, identity: run_identity.RunIdentity, prompt_hashes: run_identity.PromptHashes
+) -> list[run_identity.Change]:
     """Write config and identity to the run's folder, which is locked; return what differs from the run that is resumed.
 
     Before a new run, sets aside what a failed start left there. Raises `SettingError`, and changes nothing, for a folder that
@@ -162,7 +155,7 @@ def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptH
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
     replace(folder / CONFIG_FILE, resolved_toml(config).encode())
-    write_identity(folder, identity, prompt_hashes)
+    run_identity.write_identity(folder, identity, prompt_hashes)
     return changes
 
 
@@ -232,30 +225,34 @@ def needed_by_oldest(root: Path, keep: int) -> Position:
     return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
 
 
-def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes, *, may_append: bool = False) -> list[Change]:
+def check_identity(
+    run_folder: Path, identity: run_identity.RunIdentity, hashes: run_identity.PromptHashes, *, may_append: bool = False
+) -> list[run_identity.Change]:
     """Return the differences to the run in the folder that a resumed run may have; `SettingError` where it has another.
 
     `hashes` are those of the training prompts, to whose end prompts may be added with `may_append`. Compares with the folder's
     identity and with the newest checkpoint's, which is all that is left where the folder's file is lost.
     """
-    known = [found for found in (read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None]
+    known = [
+        found for found in (run_identity.read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None
+    ]
     if not known:
         logger.warning(
             "%s does not say what its run was made with, which older versions did not keep: settings, model and data are not "
             "compared",
             run_folder,
         )
-    hashes_before = read_prompt_hashes(run_folder)
+    hashes_before = run_identity.read_prompt_hashes(run_folder)
     changes = [
         change
         for before in known
-        for change in require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
+        for change in run_identity.require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
     ]
     # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
     return list({change.name: change for change in changes}.values())
 
 
-def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
+def _identity_in_checkpoint(run_folder: Path) -> run_identity.RunIdentity | None:
     newest = checkpoints.newest(run_folder / CHECKPOINTS)
     if newest is None:
         return None
@@ -264,7 +261,7 @@ def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
 
 def find_run_id(run_folder: Path) -> str | None:
     """Return the id of the run in a folder, from its identity, its log or its newest checkpoint; None without any."""
-    identity = read_identity(run_folder)
+    identity = run_identity.read_identity(run_folder)
     if identity is not None and identity.run_id:
         return identity.run_id
     if (run_folder / LOG).is_dir() and (headers := read_headers(run_folder / LOG)):

@@ -120,7 +120,7 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
 
 
 def test_environment_that_cannot_be_imported_is_refused_before_a_round(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('model.path = "model"\ntask = {train_data = "data", environment = "nowhere:play"}\n')
+    (tmp_path / "run.toml").write_text('model.path = "model"\ndata.train_data = "data"\ntask.environment = "nowhere:play"\n')
     folder = tmp_path / "chaos"
     with pytest.raises(SettingError, match="no module 'nowhere'"):
         run_chaos(tmp_path / "run.toml", (), is_quickstart=False, seed=0, minutes=1, folder=folder, stop=StopRequest())

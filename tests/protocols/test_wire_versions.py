@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.protocols import wire
+from offbeat.protocols import messages, wire
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -131,9 +131,9 @@ def test_newer_minor_is_no_excuse_for_nonsense(body: bytes) -> None:
 
 
 def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PROTOCOL_MINOR", PROTOCOL_MINOR + 1)
+    monkeypatch.setattr(messages, "PROTOCOL_MINOR", PROTOCOL_MINOR + 1)
     body = {"type": "LeaseFailed", "lease_id": 3, "reason": "returned"}
-    assert decode_from_actor([MAGIC, msgspec.msgpack.encode(body)]).message == msgspec.convert(body, wire.ActorMessage)
+    assert decode_from_actor([MAGIC, msgspec.msgpack.encode(body)]).message == msgspec.convert(body, messages.ActorMessage)
     with pytest.raises(WireError, match="missing required field"):
         decode_from_actor([MAGIC, msgspec.msgpack.encode({"type": "LeaseFailed", "lease_id": 3})])
     with pytest.raises(WireError, match="unknown field"):
@@ -142,7 +142,7 @@ def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypat
 
 def test_learner_before_routed_experts_leaves_them_out_and_takes_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Minor version 0 has no `CanaryRouted`, and would have refused a second array in `CanaryScored`."""
-    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 0)
+    monkeypatch.setattr(messages, "PROTOCOL_MINOR", 0)
     before = Union[tuple(kind for kind in get_args(ActorMessage) if kind is not CanaryRouted)]  # noqa: UP007
     monkeypatch.setattr(wire, "_from_actor", wire._body_decoder(before))
     with pytest.raises(UnknownMessageError, match="CanaryRouted is a message of a newer offbeat"):
@@ -158,7 +158,7 @@ def test_actor_before_routed_experts_is_understood() -> None:
 
 
 def test_actor_before_live_tuning_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 1)
+    monkeypatch.setattr(messages, "PROTOCOL_MINOR", 1)
     before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not CreditLimit)]  # noqa: UP007
     monkeypatch.setattr(wire, "_from_learner", wire._body_decoder(before))
     with pytest.raises(UnknownMessageError, match="Concurrency is a message of a newer offbeat"):

@@ -16,21 +16,8 @@ from typing import NamedTuple
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE
 from offbeat.common.settings.config import Config
+from offbeat.deploy.local.devices import memory
 from offbeat.deploy.local.devices.inventory import VISIBLE, Gpu, Inventory, find_gpus
-from offbeat.deploy.local.devices.memory import (
-    CONTEXT_BYTES,
-    ModelSizes,
-    Need,
-    Room,
-    check_actor_share,
-    check_learner,
-    engine_need,
-    gib,
-    learner_need,
-    model_sizes,
-    offloaded_bytes,
-    tensor_parallel_size,
-)
 
 RESERVE = 0.05
 """Part of a shared GPU that is promised to nobody, because the sums are estimates."""
@@ -81,10 +68,10 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
         check_indices(config, len(inventory.gpus))
         return None, inventory
     has_vllm = config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
-    return make_plan(config, inventory.gpus, model_sizes(config.model.path), has_vllm=has_vllm), inventory
+    return make_plan(config, inventory.gpus, memory.model_sizes(config.model.path), has_vllm=has_vllm), inventory
 
 
-def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
+def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: memory.ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
     """Return the plan of these settings on these GPUs, of which there is at least one.
 
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
@@ -94,18 +81,18 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *
     _check_instances(config, gpus)
     learner = config.launch.learner_gpus or _learner_gpus(config, len(gpus))
     places = config.launch.actor_gpus or _actor_gpus(config, len(gpus), learner)
-    need = learner_need(config, sizes) if sizes else None
+    need = memory.learner_need(config, sizes) if sizes else None
     warnings: list[str] = []
     if need and sizes:
         for gpu in learner:
-            warnings += check_learner(config, need, gpus[gpu], sizes)
+            warnings += memory.check_learner(config, need, gpus[gpu], sizes)
     taken = need.num_bytes if need else UNKNOWN_SHARE * min(gpus[gpu].free_bytes for gpu in learner)
     shares = _Shares(config, gpus, dict.fromkeys(learner, taken), places)
     # The other engine takes a part of what is free when it starts.
     actors = tuple(ActorPlace(place, shares.of(place) if has_vllm else None) for place in places)
     if need and sizes and has_vllm:
         for index in range(len(actors)):
-            warnings += check_actor_share(config, engine_need(config, sizes), shares.room(index), need, sizes)
+            warnings += memory.check_actor_share(config, memory.engine_need(config, sizes), shares.room(index), need, sizes)
     plan = DevicePlan(
         gpus,
         learner,
@@ -139,7 +126,7 @@ def _learner_gpus(config: Config, num_gpus: int) -> tuple[int, ...]:
 
 def _actor_gpus(config: Config, num_gpus: int, learner: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs of each actor: those without a learner process in turn, or all GPUs where too few are without one."""
-    size, num_actors = tensor_parallel_size(config), config.launch.num_actors
+    size, num_actors = memory.tensor_parallel_size(config), config.launch.num_actors
     if size > num_gpus:
         problem = f"an actor needs as many GPUs, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
         raise SettingError("actor.engine_options.tensor_parallel_size", size, problem, f"Set it to {num_gpus} or less.")
@@ -173,12 +160,12 @@ class _Shares:
             return None
         return max(0.01, int(share * 100) / 100)
 
-    def room(self, actor: int) -> Room:
+    def room(self, actor: int) -> memory.Room:
         """Return what an actor has on the GPU that leaves it the least."""
         gpu = min(self._places[actor], key=self._bytes_of)
         one = self._gpus[gpu]
         share = self._explicit or self.of(self._places[actor]) or ENGINE_SHARE
-        return Room(gpu, one, share * one.total_bytes, self._num_actors(gpu), self._taken.get(gpu, 0.0))
+        return memory.Room(gpu, one, share * one.total_bytes, self._num_actors(gpu), self._taken.get(gpu, 0.0))
 
     def _bytes_of(self, gpu: int) -> float:
         """Return the memory of a GPU for each actor on it, when the learner has taken its part."""
@@ -207,20 +194,20 @@ def _check_instances(config: Config, gpus: tuple[Gpu, ...]) -> None:
         return
     sizes = {
         "launch.learner_processes": config.launch.learner_processes,
-        "actor.engine_options.tensor_parallel_size": tensor_parallel_size(config),
+        "actor.engine_options.tensor_parallel_size": memory.tensor_parallel_size(config),
     }
     for setting, size in sizes.items():
         if size > 1:
             raise SettingError(setting, size, "the GPUs are instances (MIG), which cannot work together", f"Set {setting}=1.")
 
 
-def _describe(config: Config, plan: DevicePlan, need: Need | None, sizes: ModelSizes | None) -> list[str]:
+def _describe(config: Config, plan: DevicePlan, need: memory.Need | None, sizes: memory.ModelSizes | None) -> list[str]:
     """Return the plan in words."""
     lines = []
     for index, gpu in enumerate(plan.gpus):
-        shown = f"GPU {index} ({gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB free): "
+        shown = f"GPU {index} ({gpu.name}, {memory.gib(gpu.free_bytes)} of {memory.gib(gpu.total_bytes)} GiB free): "
         there = [
-            f"learner{f'-{rank}' if rank else ''}" + (f" {gib(need.num_bytes)} GiB" if need else "")
+            f"learner{f'-{rank}' if rank else ''}" + (f" {memory.gib(need.num_bytes)} GiB" if need else "")
             for rank, place in enumerate(plan.learner)
             if place == index
         ]
@@ -228,15 +215,15 @@ def _describe(config: Config, plan: DevicePlan, need: Need | None, sizes: ModelS
         for number, actor in enumerate(plan.actors):
             if index in actor.gpus:
                 share = actor.share or option
-                size = f" {gib(share * gpu.total_bytes)} GiB ({share:g})" if isinstance(share, float) else ""
+                size = f" {memory.gib(share * gpu.total_bytes)} GiB ({share:g})" if isinstance(share, float) else ""
                 there.append(f"actor-{number}{size}")
         lines.append(shown + (", ".join(there) or "nobody"))
     if need and sizes:
         lines.append(f"each learner process, estimated: {need}")
         if config.train.activation_checkpointing == "offload":
-            kept = gib(offloaded_bytes(config, sizes))
+            kept = memory.gib(memory.offloaded_bytes(config, sizes))
             lines.append(f"each learner process, in the host's memory for the backward pass: {kept} GiB")
-        lines.append(f"each actor, on each of its GPUs, at least: {engine_need(config, sizes)}")
+        lines.append(f"each actor, on each of its GPUs, at least: {memory.engine_need(config, sizes)}")
     else:
         lines.append("the model's sizes are not known here, so the plan has no sums")
     if plan.learner_bytes is not None:
@@ -273,7 +260,7 @@ class DeviceTurns:
             return variables
         name = f"learner-{rank}" if rank else "learner"
         self.forget(name)
-        num_bytes = max(0, self._plan.learner_bytes - int(CONTEXT_BYTES))
+        num_bytes = max(0, self._plan.learner_bytes - int(memory.CONTEXT_BYTES))
         return {**variables, GPU_BYTES_VARIABLE: str(num_bytes), READY_VARIABLE: str(self._mark(name))}
 
     def actor_variables(self, index: int) -> dict[str, str]:

@@ -106,7 +106,7 @@ def test_settings_of_every_trial_are_valid_and_those_of_its_method() -> None:
     for name, task in TASKS.items():
         for method, settings in methods().items():
             config = make_config(QUICKSTART, StudyTrial(name, method, 4, 0.0, 3), (*task.settings, *settings), "model")
-            assert f"loss.objective={config.loss.objective}" in settings
+            assert f"loss.objective={config.loss.objective.partition('(')[0]}" in settings
             assert (config.run.seed, config.model.path, config.train.steps_per_batch) == (3, "model", 1)
 
 
