@@ -270,7 +270,7 @@ def test_rows_of_some_kinds_are_read_without_decoding_others(tmp_path: Path, mon
         for row in (step(1), actor("a", 1), event("joined"), step(2)):
             metrics.write(row)
     decoded: list[bytes] = []
-    monkeypatch.setattr(metrics_module, "decode_row", lambda line: decoded.append(line) or decode_row(line))
+    monkeypatch.setattr(metrics_module.rows, "decode_row", lambda line: decoded.append(line) or decode_row(line))
     found = list(read_rows_of(tmp_path / "metrics.jsonl", StepRow, EventRow))
     assert [type(row) for row in found] == [StepRow, EventRow, StepRow]
     assert len(decoded) == 3
