@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from offbeat.common.records.exported import Exported, Family, Values, family, one
-from offbeat.common.records.probes import health, numbers, readiness
+from offbeat.common.records.exported import Exported, Family, Values, family, health, numbers, one, readiness
 from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.protocols.messages import ActorHeartbeat
 

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from offbeat.common.records.web import Response
+
 Family = GaugeMetricFamily | CounterMetricFamily
 """One number as the library takes it, with all its values."""
+
 Values = Mapping[str, float]
 """Values by their label; the empty label where the number has none."""
 
@@ -53,3 +56,23 @@ def exposition(families: Iterable[Family]) -> bytes:
     collector: Any = _Collector(families)
     registry.register(collector)
     return generate_latest(registry)
+
+
+TURNED_WITHIN_S = 30.0
+"""Longest silence of a healthy service's loop."""
+
+
+def health(loop: str, silence_s: float) -> Response:
+    """Answer 200 while a service's loop turns. Unreachable peers do not make a service unhealthy."""
+    is_well = silence_s <= TURNED_WITHIN_S
+    return Response(f"{loop} turned {silence_s:.1f} s ago\n".encode(), status=200 if is_well else 503)
+
+
+def readiness(state: str, *, is_ready: bool) -> Response:
+    """Answer 200 once a service can do its work; `state` says why it can, or cannot."""
+    return Response(f"{state}\n".encode(), status=200 if is_ready else 503)
+
+
+def numbers(families: list[Family]) -> Response:
+    """Answer with numbers for Prometheus."""
+    return Response(exposition(families), "text/plain; version=0.0.4; charset=utf-8")

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.actor.page import EXPORTED as OF_ACTOR
-from offbeat.common.records.exported import Exported
-from offbeat.common.records.probes import TURNED_WITHIN_S
+from offbeat.common.records.exported import TURNED_WITHIN_S, Exported
 from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
 _BY_NAME = {exported.name: exported for exported in (*OF_LEARNER, *OF_ACTOR)}

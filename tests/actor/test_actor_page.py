@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.actor.page import EXPORTED, ActorPage, families, serving
 from offbeat.common.errors import SettingError
-from offbeat.common.records.exported import exposition
-from offbeat.common.records.probes import TURNED_WITHIN_S
+from offbeat.common.records.exported import TURNED_WITHIN_S, exposition
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, RewardTrouble
 from tests.actor.actor_harness import PATIENCE_S, Actor, Learner, actor_of, eventually
 

@@ -18,7 +18,7 @@ import msgspec
 
 from offbeat.common.pages.page import asset
 from offbeat.common.processes.files import replace
-from offbeat.common.records.probes import health, numbers, readiness
+from offbeat.common.records.exported import health, numbers, readiness
 from offbeat.common.records.rows import OtherRow, Row, StepRow
 from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.learner.reporting.page.exported import families

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.policy.snapshots import _Ranks
+from offbeat.learner.policy.networks import _Ranks
 
 
 @given(st.lists(st.booleans(), max_size=16))

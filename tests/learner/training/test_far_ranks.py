@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from offbeat.learner.training import far_ranks
+from offbeat.learner.training import trainer_state as far_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ CONTENTS = {"empty": b"", "of_one_chunk": b"12345678", "longer": bytes(range(29)
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.learner.training.far_ranks"])
+context.set_forkserver_preload(["offbeat.learner.training.trainer_state"])
 
 
 def run_rank(act: Callable[[], Any], rank: int, store: str, folder: Path, connection: Connection) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offbeat.common.records.exported import exposition
-from offbeat.common.records.probes import TURNED_WITHIN_S
+from offbeat.common.records.exported import TURNED_WITHIN_S, exposition
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.reporting.page.exported import EXPORTED, FROM_STEP, families
