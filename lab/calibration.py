@@ -21,7 +21,7 @@ from offbeat.common.records.rows import EngineRow
 from offbeat.common.records.run_folder import CONFIG_FILE, LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.completion import engine_band
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.corrections import parse_corrections, write_corrections
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
@@ -204,7 +204,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     config = load(source / CONFIG_FILE)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     prompts = load_prompts(
-        config.data.train_data, config.data.train_split, config.data, tokenizer, environment=config.task.environment
+        config.data.train_data, config.data.train_split, config.data, tokenizer, environment=environment_of(config)
     ).prompts
     folder = source / LOG
     records = read_history(folder, Position(0, 0))

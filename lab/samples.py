@@ -14,7 +14,7 @@ from offbeat.common.models.folders import resolve_model
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.run_folder import LOG, read_run_config
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.learner.diagnostics.sample_rows import shorten, written
 from offbeat.learner.leases.events import Accepted
@@ -161,7 +161,7 @@ def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[in
     tokenizer = Tokenizer.from_pretrained(folder)
     try:
         loaded = load_prompts(
-            config.data.train_data, config.data.train_split, config.data, tokenizer, environment=config.task.environment
+            config.data.train_data, config.data.train_split, config.data, tokenizer, environment=environment_of(config)
         )
     except SettingError:
         # The completions can be read without the data.

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from offbeat.common.models.folders import hash_model, load_tokenizer, load_vocabulary_size, resolve_model, small_files
-from offbeat.common.settings.config import Config, LaunchSection
+from offbeat.common.settings.config import Config, LaunchSection, environment_of
 from offbeat.common.settings.loading import resolved_toml, setting_value
 from offbeat.learner.calibration.calibration import Calibration, load_calibration
 from offbeat.learner.curriculum import OwnCurriculum
@@ -75,7 +75,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
-    loaded = load_prompts(source, split, config.data, tokenizer, environment=config.task.environment, setting=setting)
+    loaded = load_prompts(source, split, config.data, tokenizer, environment=environment_of(config), setting=setting)
     if loaded.num_dropped:
         level = logging.WARNING if loaded.share_dropped > MUCH_LEFT_OUT else logging.INFO
         logger.log(level, "%s: %s", setting, loaded.dropped_text())
@@ -88,7 +88,7 @@ OF_THIS_MACHINE = (
     *("run.dir", "run.resume", "run.mirror", "model.path", "data.train_data", "data.eval_data", "judge.cache", "kl.reference"),
     *("loss.noise_floor", "hub.address", "hub.bind", "hub.key", "hub.learner_key", "hub.allowed_keys", "train.deepspeed"),
     *("metrics.bind", "metrics.wandb_project", "metrics.mlflow_experiment", "metrics.trackio_project", "metrics.callback"),
-    "actor.name",
+    *("actor.name", "environment.python", "environment.requirements"),
     *(f"launch.{name}" for name in LaunchSection.__struct_fields__),
 )
 """Settings that are not handed out: paths, addresses, devices and processes of the learner's machine. An actor has its own, or

@@ -25,6 +25,7 @@ ALLOWED = {
     "common/processes": {"common"},
     "common/records": {"common", "common/processes", "common/settings", "protocols"},
     "common/user_code": {"common", "common/processes", "common/records", "common/settings", "protocols"},
+    "common/user_code/environment_host": set(),
     "common/weights": {"protocols"},
     "actor": {"actor/*", "common/*", "common", "protocols"},
     "actor/engines": {"common/*", "common", "protocols"},

@@ -40,6 +40,12 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`environment.sampling` is `override`."""
     tool_parser: str = ""
     reasoning_parser: str = ""
+    python: str = ""
+    """`environment.python`, and so on, as in `common.settings.config.Environment`."""
+    requirements: str = ""
+    arguments: dict[str, Any] = {}
+    judge_key: str = ""
+    """`judge.key_env`."""
 
 
 class PlayEpisode(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -21,6 +21,7 @@ from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
+from offbeat.actor.environments.external import ExternalEnvironment
 from offbeat.actor.environments.messages import (
     TO_WORKER,
     Begin,
@@ -40,6 +41,7 @@ from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import PrintedText
+from offbeat.common.settings.config import Environment
 from offbeat.common.user_code.environment_function import PlayFunction, load_environment, offer_tools
 
 NUM_THREADS = 512
@@ -154,7 +156,11 @@ async def serve(end: socket.socket) -> None:
     begin = TO_WORKER.decode(await read_message(reader))
     assert isinstance(begin, Begin)
     try:
-        function = load_environment(begin.function)
+        environment = Environment(begin.function, begin.python, begin.requirements, begin.arguments)
+        if environment.is_external:
+            function = await ExternalEnvironment.start(environment, begin.judge_key)
+        else:
+            function = load_environment(begin.function)
         arguments = await offer_tools(function, begin.function, begin.template_arguments, begin.tool_parser)
         tokenizer = load_tokenizer(Path(begin.tokenizer))
         chat_format = ChatFormat(tokenizer, arguments, has_chat_template=begin.has_chat_template)

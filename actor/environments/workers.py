@@ -8,9 +8,10 @@ from pathlib import Path
 
 from offbeat.actor.environments.messages import FROM_WORKER, Begin, FromWorker, Ready, ToWorker
 from offbeat.actor.environments.worker_starts import WorkerStarts, can_fork
-from offbeat.common.errors import ServiceError
+from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.child import ChildError, Pipe
-from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.common.settings.config import Config, environment_of, max_episode_tokens
+from offbeat.common.user_code.external_environment import interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,17 @@ def start_workers(config: Config, model: Path) -> "Workers":
         overrides_sampling=config.environment.sampling == "override",
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
+        python=config.environment.python,
+        requirements=config.environment.requirements,
+        arguments=config.environment.arguments,
+        judge_key=config.judge.key_env,
     )
+    if (environment := environment_of(config)).is_external:
+        # Before the workers, which have less time for their start than packages may take.
+        try:
+            interpreter(environment)
+        except SettingError as error:
+            raise ServiceError(str(error)) from error
     starts = WorkerStarts(forks=can_fork(), has_parser=bool(begin.tool_parser or begin.reasoning_parser))
     return Workers(begin, config.environment.workers, starts)
 

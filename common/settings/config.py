@@ -4,7 +4,8 @@ The text below each setting is what `offbeat explain` prints. `common.settings.l
 `common.settings.checks` refuses contradictions between them.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -67,8 +68,8 @@ class DataSection(Section, frozen=True):
     train_data: str = ""
     """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, the name of a Hugging
     Face dataset (`owner/name` or `owner/name/config`), your own function as `module:function`, which returns the rows of a
-    split (docs/own_code.md), or generators of reasoning-gym, such as `reasoning-gym:chain_sum?size=2000` (docs/data.md).
-    Required."""
+    split (docs/own_code.md), generators of reasoning-gym, such as `reasoning-gym:chain_sum?size=2000` (docs/data.md), or the
+    rows that the environment brings along, as `task-environment:train?size=2000` (docs/environments.md). Required."""
     train_split: str = "train"
     """Split of the training folder or dataset; it is passed to a function. Ignored for a file."""
     appended_data: Literal["refuse", "allow"] = "refuse"
@@ -113,9 +114,10 @@ class DataSection(Section, frozen=True):
 class TaskSection(Section, frozen=True):
     """The reward for completions, or the environment that gives it."""
 
-    environment: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    environment: Annotated[str, Meta(pattern=r"^([\w.]+:[\w./@-]+)?$")] = ""
     """Your own environment as `module:function`: an async function that plays one episode of several turns and returns its
-    reward: docs/environments.md. Empty: each episode is one completion, which `task.reward` judges."""
+    reward; or one of a framework, such as `verifiers:reverse-text`: docs/environments.md. Empty: each episode is one
+    completion, which `task.reward` judges."""
     reward: RewardName = "exact_match"
     """Reward function: a built-in one (`exact_match`, `math_answer`, `reasoning_gym`), or your own as `module:function`. It may
     be plain or async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
@@ -157,6 +159,14 @@ class EnvironmentSection(Section, frozen=True):
     reasoning_parser: str = ""
     """vLLM's name for the format in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays
     in the text of a turn."""
+    python: str = ""
+    """Path of the Python that runs the environment, whose packages may differ from offbeat's. Empty: offbeat's own, or the one
+    that `environment.requirements` makes."""
+    requirements: str = ""
+    """File with pip requirements. Each machine installs them once, into a virtual environment in its cache, and the environment
+    runs there. With `environment.python`, that is made from this Python. Empty: nothing is installed."""
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of an environment that has a Python of its own, or is one of a framework."""
 
 
 class JudgeSection(Section, frozen=True):
@@ -463,3 +473,34 @@ def actors_wanted(config: Config) -> int:
 def max_episode_tokens(config: Config) -> int:
     """Return the most tokens of an episode in all its sequences: those that a pass of the learner may have anyway."""
     return max(config.train.micro_batch_tokens, config.model.max_length)
+
+
+FRAMEWORKS = ("gymnasium", "harbor", "openenv", "verifiers")
+"""Names before the colon of `task.environment` that stand for a framework."""
+
+
+class Environment(NamedTuple):
+    """The settings that name a run's environment."""
+
+    function: str = ""
+    """`task.environment`."""
+    python: str = ""
+    """`environment.python`."""
+    requirements: str = ""
+    """`environment.requirements`."""
+    arguments: Mapping[str, Any] = {}
+    """`environment.arguments`."""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether it runs in a Python of its own, or is one of a framework, which runs as if it did."""
+        return bool(self.python or self.requirements or self.function.partition(":")[0] in FRAMEWORKS)
+
+
+NO_ENVIRONMENT = Environment()
+
+
+def environment_of(config: Config) -> Environment:
+    """Return the environment that the settings name."""
+    section = config.environment
+    return Environment(config.task.environment, section.python, section.requirements, section.arguments)

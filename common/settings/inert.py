@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from offbeat.common.errors import SettingError, collect_errors
-from offbeat.common.settings.config import Config, EnvironmentSection, JudgeSection, TaskSection
+from offbeat.common.settings.config import Config, EnvironmentSection, JudgeSection, TaskSection, environment_of
 from offbeat.common.settings.loading import setting_value
 
 _DEFAULTS = Config()
@@ -44,6 +44,13 @@ def _check_default(config: Config, setting: str, reader: _Reader) -> None:
 
 def _readers(config: Config) -> Iterator[_Reader]:
     yield from _readers_of_tasks(config.task)
+    if config.task.environment:
+        yield _Reader(
+            ("environment.arguments",),
+            environment_of(config).is_external,
+            "the function of task.environment runs in offbeat's own Python",
+            "set environment.python or environment.requirements",
+        )
     yield _Reader(
         tuple(f"judge.{name}" for name in JudgeSection.__struct_fields__),
         bool(config.judge.url),

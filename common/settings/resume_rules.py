@@ -84,7 +84,8 @@ RULES = (
         _of("environment", "workers turn_timeout_s episode_timeout_s close_timeout_s max_retries"),
         "It says when an episode is played again or given up.",
     ),
-    Rule("refused", _of("environment", "tool_parser reasoning_parser sampling"), "Kept groups were played with it."),
+    Rule("recorded", _of("environment", "python requirements"), "It says where the environment runs."),
+    Rule("refused", _of("environment", "tool_parser reasoning_parser sampling arguments"), "Kept groups were played with it."),
     Rule("refused", _of("judge", "model options"), "Kept groups have the other judge's rewards."),
     Rule(
         "recorded",

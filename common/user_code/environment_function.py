@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.settings.config import DataSection
+from offbeat.common.settings.config import DataSection, Environment
 from offbeat.common.user_code.functions import load_function
 
 SETTING = "task.environment"
@@ -69,11 +69,15 @@ async def offer_tools(
     return {"tools": schemas, **template_arguments} if schemas else dict(template_arguments)
 
 
-def with_tools(data: DataSection, environment: str) -> DataSection:
-    """Return the settings with the environment's tools as the template's argument `tools`, unless it has one already."""
-    if not (environment and data.chat_template) or "tools" in data.template_arguments:
+def with_tools(data: DataSection, environment: Environment) -> DataSection:
+    """Return the settings with the environment's tools as the template's argument `tools`, unless it has one already.
+
+    One that has a Python of its own offers its tools with each request.
+    """
+    is_own = environment.function and not environment.is_external
+    if not (is_own and data.chat_template) or "tools" in data.template_arguments:
         return data
-    schemas = _schemas_of(environment)
+    schemas = _schemas_of(environment.function)
     return replace(data, template_arguments={**data.template_arguments, "tools": list(schemas)}) if schemas else data
 
 

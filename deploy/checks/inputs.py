@@ -16,7 +16,7 @@ from typing import Any
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import MODEL_TYPES
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.environment_function import with_tools
@@ -30,7 +30,7 @@ def check_rows(config: Config) -> Iterator[Finding]:
     """Find data files that are missing or malformed, without a tokenizer; for a model that is not on this machine."""
     for setting, source, split in _local_sources(config):
         try:
-            is_empty = not any(True for _ in read_rows(source, split, setting))
+            is_empty = not any(True for _ in read_rows(source, split, setting, environment_of(config)))
         except SettingError as error:
             yield Finding("mistake", str(error))
             continue
@@ -58,7 +58,7 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         try:
             ChatFormat(
                 tokenizer,
-                with_tools(config.data, config.task.environment).template_arguments,
+                with_tools(config.data, environment_of(config)).template_arguments,
                 has_chat_template=config.data.chat_template,
             )
         except SettingError as error:
@@ -66,7 +66,7 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     for setting, source, split in _local_sources(config):
         try:
             load = partial(
-                load_prompts, source, split, config.data, tokenizer, environment=config.task.environment, setting=setting
+                load_prompts, source, split, config.data, tokenizer, environment=environment_of(config), setting=setting
             )
             loaded = load()
             if setting == "data.train_data" and is_function(source):
@@ -80,14 +80,14 @@ def check_inputs(config: Config) -> Iterator[Finding]:
 def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first training row; None where the data is not on this machine."""
     data = config.data
-    return _first_prompt("data.train_data", data.train_data, data.train_split, data.prompt_field)
+    return _first_prompt(config, "data.train_data", data.train_data, data.train_split)
 
 
 def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first held-out row; None where the data is not on this machine."""
     data = config.data
     for name, source in eval_sets(data).items():
-        return _first_prompt(eval_setting(name), source, data.eval_split, data.prompt_field)
+        return _first_prompt(config, eval_setting(name), source, data.eval_split)
     return None
 
 
@@ -96,17 +96,17 @@ def count_tasks(config: Config) -> Counter[str]:
     data = config.data
     if not is_local_data(data.train_data):
         return Counter()
-    rows = read_rows(data.train_data, data.train_split, "data.train_data")
+    rows = read_rows(data.train_data, data.train_split, "data.train_data", environment_of(config))
     # Other checks tell rows without a task.
     return Counter(name for row in rows if isinstance(name := row.fields.get(data.task_field), str))
 
 
-def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> tuple[str, dict[str, Any]] | None:
+def _first_prompt(config: Config, setting: str, source: str, split: str) -> tuple[str, dict[str, Any]] | None:
     # Not rendered: a reward does not see the template.
     if not is_local_data(source):
         return None
-    for row in islice(read_rows(source, split, setting), 1):
-        prompt = row.fields.get(prompt_field)
+    for row in islice(read_rows(source, split, setting, environment_of(config)), 1):
+        prompt = row.fields.get(config.data.prompt_field)
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
         return (prompt, row.fields) if isinstance(prompt, str) else None

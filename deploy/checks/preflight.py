@@ -36,7 +36,8 @@ from offbeat.common.processes.shutdown import die_with_parent
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.checks import check, check_before_run
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
+from offbeat.common.user_code.external_environment import interpreter
 from offbeat.deploy.checks import machine
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import check_inputs, check_rows
@@ -253,6 +254,10 @@ def look(config: Config, command: Command) -> list[str]:
 
     Raises `SettingError` with the mistakes of all checks. What only a hub has is left to the services.
     """
+    environment = environment_of(config)
+    if environment.is_external and command != "learner":
+        # Its packages may take minutes, the first time.
+        interpreter(environment)
     # The slow ones first: they run beside the others.
     inputs = _start_inputs(config, command)
     functions = _start_functions(config, command)

@@ -13,11 +13,12 @@ from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import load_reward
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.corrections import own_functions
 from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.user_code.callback import load_callback
 from offbeat.common.user_code.environment_function import load_environment, offer_tools
+from offbeat.common.user_code.external_environment import check_external
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
 from offbeat.learner.curriculum import OwnCurriculum
@@ -83,6 +84,9 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     An environment is only imported: it needs a model to play with.
     """
     try:
+        if (environment := environment_of(config)).is_external:
+            check_external(environment)
+            return
         if config.task.environment:
             function, parser = load_environment(config.task.environment), config.environment.tool_parser
             asyncio.run(offer_tools(function, config.task.environment, config.data.template_arguments, parser))

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import resolve_model
 from offbeat.common.settings.completion import complete
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
 from offbeat.learner.diagnostics.group_metrics import Metrics
@@ -81,7 +81,7 @@ def load_candidates(records: Iterable[Record], config: Config, trained_at: dict[
     """Return every group of a log with its prompt, except those whose log-probs were wrong."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     data = config.data
-    prompts = load_prompts(data.train_data, data.train_split, data, tokenizer, environment=config.task.environment).prompts
+    prompts = load_prompts(data.train_data, data.train_split, data, tokenizer, environment=environment_of(config)).prompts
     return Candidates(list(_groups(records, prompts)), trained_at)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a task's data: a file or folder in a common format, a dataset of the Hugging Face Hub, or a function."""
+"""The rows of a task's data: a file or folder in a common format, a dataset of the Hugging Face Hub, or made by a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError, one_line
+from offbeat.common.settings.config import NO_ENVIRONMENT, Environment
 from offbeat.common.settings.loading import is_local_data
+from offbeat.common.user_code.external_environment import environment_rows, is_environment_rows
 from offbeat.common.user_code.functions import is_function, load_function, located
 from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
@@ -41,14 +43,18 @@ class DataRow(NamedTuple):
     """The fields as a JSON object."""
 
 
-def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
+def read_rows(source: str, split: str, setting: str, environment: Environment = NO_ENVIRONMENT) -> Iterable[DataRow]:
     """Return the rows of a file, of a folder's or dataset's `split`, or those that a function or generators make for it.
+
+    `environment` is asked for those that it brings along itself.
 
     What is on this machine comes before the hub's. Rows of JSON lines are read as they are asked for. Raises `SettingError`
     about `setting` for data that is missing or malformed, and a function that fails.
     """
+    if is_environment_rows(source):
+        return _made_rows(environment_rows(environment, source, setting), source, setting)
     if is_generated(source):
-        return _generated_rows(source, split, setting)
+        return _made_rows(generated_rows(source, split, setting), source, setting)
     if is_function(source):
         return _own_rows(source, split, setting)
     path = Path(source).expanduser()
@@ -65,14 +71,14 @@ def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
 
 def is_json(source: str) -> bool:
     """Return whether `read_rows` reads a source without `datasets` and without a user's function."""
-    if is_generated(source):
+    if is_generated(source) or is_environment_rows(source):
         return True
     path = Path(source).expanduser()
     return not is_function(source) and not path.is_dir() and is_local_data(source) and path.suffix.lower() not in _BUILDERS
 
 
-def _generated_rows(source: str, split: str, setting: str) -> Iterator[DataRow]:
-    for number, fields in enumerate(generated_rows(source, split, setting)):
+def _made_rows(rows: Iterable[Mapping[str, Any]], source: str, setting: str) -> Iterator[DataRow]:
+    for number, fields in enumerate(rows):
         yield _own_row(fields, f"row {number} of {source}", source, setting)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageFile, ImageReader
-from offbeat.common.settings.config import DataSection
+from offbeat.common.settings.config import NO_ENVIRONMENT, DataSection, Environment
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
@@ -107,14 +107,14 @@ def load_prompts(
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    environment: str = "",
+    environment: Environment = NO_ENVIRONMENT,
     setting: str = "data.train_data",
 ) -> LoadedPrompts:
     """Read and tokenize every row of `source` (see `data.train_data`).
 
     `setting` is the setting that gave `source`, for errors. Images are read as the tokenizer's model reads them. Raises
     `SettingError` for data that is missing, malformed, without the prompt field, empty, or too long where `data.long_prompts`
-    is "error". The chat template is given the tools of `environment` (`task.environment`).
+    is "error". The chat template is given the tools of `environment`.
     """
     data = with_tools(data, environment)
     prompts: list[Prompt] = []
@@ -122,7 +122,7 @@ def load_prompts(
     tasks: set[str] = set()
     reader = ImageReader(Path(tokenizer.name_or_path)) if data.image_field else None
     folder = image_folder(source)
-    for row in read_rows(source, split, setting):
+    for row in read_rows(source, split, setting, environment):
         if reader is None:
             rendered = Rendered(*render(row, data, tokenizer))
         else:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import DataSection
+from offbeat.common.settings.config import DataSection, Environment
 from offbeat.common.user_code.environment_function import load_environment, offer_tools, with_tools
 from offbeat.learner.leases.prompts import load_prompts
 
@@ -57,7 +57,7 @@ def data(**settings: Any) -> DataSection:
 
 
 def prompt(tokenizer: Any, environment: str, **settings: Any) -> tuple[str, int]:
-    (prompt,) = load_prompts("rows.jsonl", "train", data(**settings), tokenizer, environment=environment).prompts
+    (prompt,) = load_prompts("rows.jsonl", "train", data(**settings), tokenizer, environment=Environment(environment)).prompts
     return tokenizer.decode(prompt.token_ids), prompt.content_hash
 
 
@@ -75,7 +75,7 @@ def test_workers_have_the_same_arguments_as_the_learner() -> None:
     own = {"think": True}
     function = load_environment("first_tools:play")
     in_worker = asyncio.run(offer_tools(function, "first_tools:play", own, "hermes"))
-    assert in_worker == with_tools(data(template_arguments=own), "first_tools:play").template_arguments
+    assert in_worker == with_tools(data(template_arguments=own), Environment("first_tools:play")).template_arguments
     assert set(in_worker) == {"think", "tools"}
 
 
@@ -87,4 +87,4 @@ def test_tools_whose_calls_nothing_reads_are_refused() -> None:
 
 def test_tool_without_a_description_is_refused_with_its_name() -> None:
     with pytest.raises(SettingError, match=r"task\.environment.*cannot be described.*undescribed"):
-        with_tools(data(), "first_tools:bare")
+        with_tools(data(), Environment("first_tools:bare"))

@@ -1,0 +1,238 @@
+"""Play environments in a Python of their own. The file needs nothing but Python 3.9, so you may copy it, or write its like.
+
+    python host.py my_task:play '{"difficulty": 2}'
+
+One message is one line of JSON. The program reads them from its standard input and answers on its standard output:
+
+    -> {"type": "rows", "split": "train", "skip": 0, "size": 1000}      size null: all there are
+    <- {"type": "row", "row": {"prompt": "a:", "answer": "7"}}          one for each row, then
+    <- {"type": "rows_end"}
+    -> {"type": "start", "episode": "17/3/0", "url": "http://127.0.0.1:PORT/e/SECRET/v1", "row": {...}, "prompt": "a:",
+        "seed": 17, "is_evaluation": false}
+    <- {"type": "end", "episode": "17/3/0", "reward": 1.0, "metrics": {"turns": 2}}       reward: a number, or named parts
+    <- {"type": "failed", "episode": "17/3/0", "error": "ValueError: ...", "is_transient": false, "traceback": "..."}
+    -> {"type": "stop", "episode": "17/3/0"}                            the episode is given up: it answers with failed
+
+Its first message is `{"type": "ready"}`, or `{"type": "problem", "text": "..."}`. At the end of its input it exits. What the
+environment prints goes to standard error.
+
+A module has `play(chat, row)`, plain or async, and for `data.train_data = "task-environment:train"` also `rows(split)`. Both
+get `environment.arguments` by name. The model is asked at `chat.url`, with any client of OpenAI's or Anthropic's API, or by
+`chat.ask(messages)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import sys
+import threading
+import traceback
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, Iterator  # noqa: UP035, Python 3.9 reads it
+
+FRAMEWORKS = ("gymnasium", "harbor", "openenv", "verifiers")
+"""Names before the colon that stand for a file beside this one, which plays the environments of that framework."""
+NUM_THREADS = 512
+"""Plain functions that play at once."""
+_TRANSIENT_CLASSES = frozenset(
+    ["APIConnectionError", "ClientConnectionError", "NetworkError", "RewardUnavailable", "TimeoutException", "TransportError"]
+)
+"""Names of exceptions by which clients say that a service cannot be reached."""
+
+
+class Chat:
+    """The episode as its function sees it."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        self.url: str = start["url"]
+        """The base URL of the model's endpoint for this episode."""
+        self.key: str = start["episode"]
+        """Another one for every attempt at an episode."""
+        self.seed: int = start["seed"]
+        """The same for all episodes of a group."""
+        self.prompt: str = start["prompt"]
+        self.is_evaluation: bool = start["is_evaluation"]
+        self.metrics: dict[str, float] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        """Give a number of the episode, which is shown as `reward_part/NAME`."""
+        self.metrics[name] = float(value)
+
+    def ask(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Return the model's next message. It waits: call it from a plain function, or with `asyncio.to_thread`.
+
+        `fields` are further ones of the request, such as `max_tokens` or `tools`.
+        """
+        body = json.dumps({"model": "policy", "messages": messages, **fields}).encode()
+        # The counter says that this is no second try of an earlier request.
+        headers = {"Content-Type": "application/json", "x-stainless-retry-count": "0"}
+        request = urllib.request.Request(self.url + "/chat/completions", body, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request) as answer:
+            return json.load(answer)["choices"][0]["message"]
+
+
+class Messages:
+    """The standard streams, as messages. Standard output becomes standard error for everyone else."""
+
+    def __init__(self) -> None:
+        self._input: IO[bytes] = os.fdopen(os.dup(0), "rb")
+        self._output: IO[bytes] = os.fdopen(os.dup(1), "wb")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        os.close(nothing)
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Write a message."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            self._output.write(line)
+            self._output.flush()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that arrive, until the input ends."""
+        return map(json.loads, self._input)
+
+
+class Host:
+    """The episodes of one process."""
+
+    def __init__(self, environment: Any, arguments: dict[str, Any], messages: Messages) -> None:
+        """`environment` has `play`, and perhaps `rows`."""
+        self._play = environment.play
+        self._rows = getattr(environment, "rows", None)
+        self._arguments = arguments
+        self._messages = messages
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="episode")
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Begin or give up an episode, or send rows."""
+        if message["type"] == "start":
+            task = asyncio.get_running_loop().create_task(self._play_episode(message))
+            self._tasks[message["episode"]] = task
+        elif message["type"] == "stop":
+            task = self._tasks.get(message["episode"])
+            if task is not None:
+                task.cancel()
+        elif message["type"] == "rows":
+            self._send_rows(message)
+
+    async def _play_episode(self, start: dict[str, Any]) -> None:
+        episode, chat = start["episode"], Chat(start)
+        try:
+            reward = await self._call(chat, start["row"])
+            self._messages.send(type="end", episode=episode, reward=reward, metrics=chat.metrics)
+        except asyncio.CancelledError:
+            self._messages.send(type="failed", episode=episode, error="given up", is_transient=True, traceback="")
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001, the user's code
+            self._messages.send(
+                type="failed",
+                episode=episode,
+                error=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+                is_transient=is_transient(error),
+                traceback=traceback.format_exc(),
+            )
+        finally:
+            del self._tasks[episode]
+
+    async def _call(self, chat: Chat, row: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self._play):
+            return await self._play(chat, row, **self._arguments)
+        call = lambda: self._play(chat, row, **self._arguments)  # noqa: E731
+        returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    def _send_rows(self, message: dict[str, Any]) -> None:
+        try:
+            if self._rows is None:
+                raise ValueError("the module has no function rows(split)")
+            rows = self._rows(message["split"], **self._arguments)
+            last = None if message["size"] is None else message["skip"] + message["size"]
+            for row in itertools.islice(rows, message["skip"], last):
+                self._messages.send(type="row", row=row)
+        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
+            self._messages.send(type="problem", text=described(error))
+        else:
+            self._messages.send(type="rows_end")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same episode may succeed later: no connection, a time limit, HTTP 408, 425, 429 or 5xx."""
+    if isinstance(error, (ConnectionError, TimeoutError, asyncio.TimeoutError)):
+        return True
+    status = next((getattr(error, name, None) for name in ("status_code", "status", "code") if hasattr(error, name)), None)
+    if isinstance(status, int):
+        return status in (408, 425, 429) or 500 <= status <= 599
+    return any(one.__name__ in _TRANSIENT_CLASSES for one in type(error).__mro__)
+
+
+def described(error: BaseException) -> str:
+    """Return an error on one line, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return " ".join(f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})".split())[:600]
+
+
+def load(name: str, arguments: dict[str, Any]) -> Any:
+    """Return the environment `module:function`, or one of a framework, `verifiers:NAME`."""
+    prefix, _, rest = name.partition(":")
+    if prefix in FRAMEWORKS:
+        file = Path(__file__).with_name(f"{prefix}_environment.py")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None
+        adapter = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = adapter
+        spec.loader.exec_module(adapter)
+        return adapter.load(rest, arguments)
+    module = importlib.import_module(prefix)
+    if not callable(getattr(module, rest, None)):
+        raise ValueError(f"{module.__file__} has no function {rest!r}")
+
+    class Own:
+        play = staticmethod(getattr(module, rest))
+        rows = staticmethod(module.rows) if hasattr(module, "rows") else None
+
+    return Own
+
+
+async def serve(host: Host, messages: Messages) -> None:
+    """Handle messages until the input ends, and then exit, whatever the environment still does."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for message in messages:
+            loop.call_soon_threadsafe(host.handle, message)
+        # Rows that are still being sent come first.
+        loop.call_soon_threadsafe(os._exit, 0)
+
+    threading.Thread(target=read, daemon=True).start()
+    await loop.create_future()
+
+
+def main(name: str, arguments: dict[str, Any]) -> None:
+    """Load an environment, and serve it until the input ends."""
+    messages = Messages()
+    # Modules of the user's lie in the current folder, not beside this file.
+    sys.path[0] = str(Path.cwd())
+    try:
+        environment = load(name, arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
+        messages.send(type="problem", text=described(error))
+        return
+    own = {} if name.partition(":")[0] in FRAMEWORKS else arguments
+    messages.send(type="ready")
+    asyncio.run(serve(Host(environment, own, messages), messages))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
