@@ -81,7 +81,6 @@ class TrainingLoop:
     def __init__(
         self,
         config: Config,
-        *,
         trainer: RankedTrainer,
         dispatcher: Dispatcher,
         publisher: WeightPublisher,

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 from offbeat.common.processes.environment import launcher_rank
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
+from offbeat.common.records.rows import Recorder
 from offbeat.common.settings.config import Config
 from offbeat.learner.calibration.watch import watch_calibration
 from offbeat.learner.curriculum import Curriculum
@@ -20,7 +23,7 @@ from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
 from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.canary import CANARY_TOKENS, Canary, canary_token_ids
-from offbeat.learner.dispatch.contract import make_contract
+from offbeat.learner.dispatch.contract import Contract, make_contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.hub import ActorLink, HubThread, hub_rejections, max_peers, open_hub, open_weight_hub, publish_address
 from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
@@ -29,6 +32,7 @@ from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import (
     Checkpoints,
+    RunState,
     mirroring,
     noting_evaluations,
     open_folder,
@@ -36,7 +40,7 @@ from offbeat.learner.restart.resume import (
 )
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.training.ranks import RankedTrainer
-from offbeat.learner.training.trainer import Trainer
+from offbeat.learner.training.trainer import Scored, Trainer
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import resolve_transport
 from offbeat.protocols.channels import Hub
@@ -87,82 +91,38 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     canary_ids = canary_token_ids(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
     scored = trainer.score(canary_ids.tolist())
+    contract = _make_contract(config, inputs, trainer, canary_ids, scored, max_peers(config, hub))
     run = restore(config, inputs.identity.run_id, trainer, inputs.prompts.train, record)
-    canary = Canary(
-        canary_ids,
-        dtype=config.model.dtype,
-        file_logprobs=scored.logprobs,
-        tolerance=lambda: run.settings.config.weights.canary_tolerance,
-        record=record,
-    )
+    canary = _make_canary(run, canary_ids, scored, record)
     routing = RoutingComparison(config.metrics.routing_interval, config.weights.interval, record)
-    publisher = WeightPublisher(
-        layout=trainer.layout(),
-        transport=resolve_transport(config, trainer.device, host),
-        open_hub=lambda: open_weight_hub(config),
-        max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
-        record=record,
-    )
+    publisher = _make_publisher(run, trainer, host, record)
     watch = watch_calibration(config, inputs.calibration, inputs.hashes, trainer.device, record)
     demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
     numbers = inputs.own_evaluation and EvaluationNumbers(
         inputs.own_evaluation, inputs.prompts.evaluation, inputs.decode_plain, record
     )
 
-    dispatcher = Dispatcher(
-        make_contract(
-            config,
-            run_id=inputs.identity.run_id,
-            hashes=inputs.hashes,
-            vocabulary_size=inputs.vocabulary_size,
-            layout=trainer.layout(),
-            canary_token_ids=canary_ids,
-            join_payload=make_join_payload(config, inputs.model, trainer.layout()),
-            routing=scored.routing,
-            max_peers=max_peers(config, hub),
-        ),
-        run.settings,
-        inputs.prompts,
-        run.journal,
-        run.versions,
-        canary,
-        Listeners(
-            joined=publisher.joined,
-            introduced=watch.joined,
-            weights=publisher.handle,
-            distrusted=publisher.distrust,
-            routed=routing.compare,
-            evaluated=numbers and numbers.finish,
-            vitals=health.vitals,
-            weight_problems=publisher.problems,
-            advice=lambda: [demand.advice] if demand.advice else [],
-            hub_rejections=lambda: hub_rejections(hub),
-        ),
-        record,
+    listeners = Listeners(
+        joined=publisher.joined,
+        introduced=watch.joined,
+        weights=publisher.handle,
+        distrusted=publisher.distrust,
+        routed=routing.compare,
+        evaluated=numbers and numbers.finish,
+        vitals=health.vitals,
+        weight_problems=publisher.problems,
+        advice=lambda: [demand.advice] if demand.advice else [],
+        hub_rejections=lambda: hub_rejections(hub),
     )
+    dispatcher = Dispatcher(contract, run.settings, inputs.prompts, run.journal, run.versions, canary, listeners, record)
     num_prompts = Counter(prompt.task for prompt in inputs.prompts.train if prompt.task)
     curriculum = Curriculum(inputs.own_curriculum, num_prompts, dispatcher, record)
     curriculum.begin(trainer.policy_version)
     samples = SampleRows(config.train.num_steps, inputs.prompts.decode, record)
-    loop = TrainingLoop(
-        config,
-        trainer=trainer,
-        dispatcher=dispatcher,
-        publisher=publisher,
-        canary=canary,
-        routing=routing,
-        checkpoints=Checkpoints(
-            folder,
-            trainer=trainer,
-            dispatcher=dispatcher,
-            auto_bound=run.auto_bound,
-            identity=inputs.identity,
-            keep=config.train.keep_checkpoints,
-            record=record,
-        ),
-        step_rows=StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, watch, record),
-        wake_hub=hub.wake,
-    )
+    keep = config.train.keep_checkpoints
+    checkpoints = Checkpoints(folder, trainer, dispatcher, run.auto_bound, inputs.identity, keep, record)
+    step_rows = StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, watch, record)
+    loop = TrainingLoop(config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake)
     logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(
         loop,
@@ -174,4 +134,41 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
         started=started,
         evaluation_numbers=numbers,
         curriculum=curriculum,
+    )
+
+
+def _make_contract(
+    config: Config, inputs: Inputs, trainer: RankedTrainer, canary_ids: np.ndarray, scored: Scored, num_peers: int | None
+) -> Contract:
+    layout = trainer.layout()
+    return make_contract(
+        config,
+        run_id=inputs.identity.run_id,
+        hashes=inputs.hashes,
+        vocabulary_size=inputs.vocabulary_size,
+        layout=layout,
+        canary_token_ids=canary_ids,
+        join_payload=make_join_payload(config, inputs.model, layout),
+        routing=scored.routing,
+        max_peers=num_peers,
+    )
+
+
+def _make_canary(run: RunState, token_ids: np.ndarray, scored: Scored, record: Recorder) -> Canary:
+    return Canary(
+        token_ids,
+        dtype=run.settings.config.model.dtype,
+        file_logprobs=scored.logprobs,
+        tolerance=lambda: run.settings.config.weights.canary_tolerance,
+        record=record,
+    )
+
+
+def _make_publisher(run: RunState, trainer: RankedTrainer, host: str, record: Recorder) -> WeightPublisher:
+    return WeightPublisher(
+        layout=trainer.layout(),
+        transport=resolve_transport(run.settings.config, trainer.device, host),
+        open_hub=lambda: open_weight_hub(run.settings.config),
+        max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
+        record=record,
     )

@@ -129,7 +129,7 @@ def _packers(model: nn.Module) -> list[Packer]:
     if not current_platform.is_cpu():
         return []
     methods = {id(module.quant_method): module.quant_method for module in model.modules() if hasattr(module, "quant_method")}
-    return [cast(Packer, method) for method in methods.values() if isinstance(method, _PLAIN_METHODS)]
+    return [method for method in methods.values() if isinstance(method, _PLAIN_METHODS)]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,8 @@ class NotReplayableError(RuntimeError):
     """The loader does more than copy slices, or the model changed since; the text says what."""
 
 
-class Packer(Protocol):
-    """A method that keeps its layer's weights in another form, outside the layer's parameters."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the layer's parameters."""
-        ...
+Packer = Any
+"""A method that keeps its layer's weights in another form: it has vLLM's `process_weights_after_loading(layer)`."""
 
 
 class Region(NamedTuple):

@@ -7,8 +7,8 @@ follows; both ask the environment's object here.
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,15 +26,6 @@ PlayFunction = Callable[[Any, dict[str, Any]], Awaitable[object]]
 """Plays one episode with a `Chat` and the prompt's row, and returns its reward: a number, named parts, or None."""
 
 
-@runtime_checkable
-class OffersTools(Protocol):
-    """An environment that has tools."""
-
-    async def schemas(self) -> Sequence[ToolSchema]:
-        """Return the schema of each tool, always in the same order."""
-        ...
-
-
 def load_environment(path: str) -> PlayFunction:
     """Return the function `module:function`; raise `SettingError` unless it is async and takes a chat and a row."""
     function = load_function(path, setting=SETTING, parameters=("chat", "row"))
@@ -44,11 +35,15 @@ def load_environment(path: str) -> PlayFunction:
 
 
 async def tool_schemas(environment: object, path: str) -> list[ToolSchema]:
-    """Return the schemas of the tools of `task.environment`; raise `SettingError` with the reason when they cannot be made."""
-    if not isinstance(environment, OffersTools):
+    """Return the schemas of the tools of `task.environment`, an object with `async schemas()` where it has tools.
+
+    Raise `SettingError` with the reason when they cannot be made.
+    """
+    schemas = getattr(environment, "schemas", None)
+    if schemas is None:
         return []
     try:
-        return list(await environment.schemas())
+        return list(await schemas())
     # They are made of the user's signatures, or come from a server.
     except Exception as error:
         problem = f"its tools cannot be described ({one_line(error)})"

@@ -21,7 +21,6 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import Recorder
 from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
@@ -503,13 +502,7 @@ class Dispatcher:
 
     def _change_settings(self, request: messages.LiveSettingsRequest, sender: Sender) -> messages.LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who
-        version = self._versions.current
-        try:
-            warnings = self._settings.propose(request.settings).warnings
-            changed = self.tune(request.settings, who)
-        except (SettingError, LogFullError) as error:
-            return messages.LiveSettingsReport(policy_version=version, error=str(error))
-        return messages.LiveSettingsReport(policy_version=version, changed=changed, warnings=tuple(warnings))
+        return self._settings.answer(request.settings, self._versions.current, lambda: self.tune(request.settings, who))
 
     # Parts of the above
 

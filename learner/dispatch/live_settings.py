@@ -11,7 +11,7 @@
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
@@ -20,8 +20,9 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, ScaleSection, StalenessSection
 from offbeat.common.settings.loading import replace_settings, setting_text
 from offbeat.learner.leases.events import Tuned
+from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.messages import SettingChange
+from offbeat.protocols.messages import LiveSettingsReport, SettingChange
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,17 @@ class LiveSettings:
         return Proposal(
             {setting: text for setting, text in texts.items() if text != setting_text(self.config, setting)}, warnings
         )
+
+    def answer(
+        self, settings: Mapping[str, str], policy_version: int, change: Callable[[], tuple[SettingChange, ...]]
+    ) -> LiveSettingsReport:
+        """Return the answer to an operator's request; `change` makes it, and raises where it is refused."""
+        try:
+            warnings = self.propose(settings).warnings
+            changed = change()
+        except (SettingError, LogFullError) as error:
+            return LiveSettingsReport(policy_version=policy_version, error=str(error))
+        return LiveSettingsReport(policy_version=policy_version, changed=changed, warnings=tuple(warnings))
 
     def apply(self, event: Tuned) -> tuple[SettingChange, ...]:
         """Make a change that was proposed, and return it setting by setting."""

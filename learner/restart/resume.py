@@ -60,7 +60,6 @@ class Checkpoints:
     def __init__(
         self,
         run_folder: Path,
-        *,
         trainer: RankedTrainer,
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
