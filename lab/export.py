@@ -21,7 +21,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     config = read_run_config(run)
     if only_adapter and not config.lora.rank:
         raise SettingError("--adapter", True, "the run trained all weights (lora.rank = 0)", "Leave it out.")
-    folder = _find_checkpoint(run, step)
+    folder = find_checkpoint(run, step)
     out = out or run / f"{'adapter' if only_adapter else 'model'}-{folder.name}"
     if out.exists():
         raise SettingError("--out", str(out), "it exists already", "Name another folder, or delete it.")
@@ -33,7 +33,8 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     return out
 
 
-def _find_checkpoint(run: Path, step: int | None) -> Path:
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """Return the folder of a run's checkpoint; `step` None: the newest whole one. Raise `SettingError` where there is none."""
     root = run / CHECKPOINTS
     folders = sorted(checkpoints.whole(root), reverse=True)
     if step is None:

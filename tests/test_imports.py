@@ -95,6 +95,7 @@ ALLOWED = {
     "deploy/local/devices": {"common/*", "common"},
     "deploy/local/quickstart": {"learner/*", "common/*", "common"},
     "deploy/local": {
+        "actor/engines",
         "deploy/cli",
         "deploy/local/devices",
         "deploy/operating",

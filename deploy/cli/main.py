@@ -32,7 +32,7 @@ PANELS = (
     Panel("start", "Run a config", ("train", "learner", "actor")),
     Panel("prepare", "Before a run", ("check", "explain", "calibrate", "keygen")),
     Panel("operate", "Operate a RUN", ("status", "set", "scale")),
-    Panel("read", "Read a RUN", ("report", "runs", "compare", "samples", "trace", "drift", "audit", "export")),
+    Panel("read", "Read a RUN", ("report", "runs", "compare", "samples", "trace", "drift", "audit", "export", "serve")),
     Panel("experiment", "Compare settings", ("simulate", "replay", "sweep", "study")),
     Panel("cluster", "On a cluster", ("deploy", "reconcile")),
 )

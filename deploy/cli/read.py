@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -155,3 +155,41 @@ def export_command(
     typer.echo(folder)
     loads = "peft loads it onto the base model" if adapter else "transformers and vLLM load it by its path"
     typer.echo(f"wrote {folder}; {loads}", err=True)
+
+
+def serve_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a model folder.")],
+    server_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- OPTION...]", help="Options of the engine's server, as of `vllm serve` or `transformers serve`."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Optimizer step of the checkpoint. [default: the newest complete one]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    engine: Annotated[
+        Literal["auto", "vllm", "transformers"], typer.Option(help="auto: vLLM where it is installed, else transformers.")
+    ] = "auto",
+) -> None:
+    """Serve the model of a checkpoint to chat clients and evaluation harnesses, with an OpenAI-compatible API.
+
+    The server is the one that comes with the engine. It answers on this machine alone, unless --host says otherwise. The run
+    may still be going.
+    """
+    from offbeat.actor.engines.openai_server import choose_engine
+    from offbeat.common.processes.environment import prepare_environment
+    from offbeat.common.processes.shutdown import StopRequest
+    from offbeat.deploy.local.serving import Served, check_address, model_folder, serve, server_arguments
+
+    configure_logs("serve")
+    stop = StopRequest().install()
+    chosen = choose_engine(engine)
+    check_address(host, port, chosen)
+    prepare_environment()
+    with stop.at_once("nothing is served yet"):
+        folder, config = model_folder(run, step)
+    arguments = [*server_arguments(folder, config, chosen), *(server_options or [])]
+    raise typer.Exit(serve(Served(folder, chosen, host, port, arguments), stop))

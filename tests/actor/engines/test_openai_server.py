@@ -1,0 +1,52 @@
+"""The engines' own servers understand what they are started with."""
+
+import pytest
+
+from offbeat.actor.engines import openai_server
+from offbeat.actor.engines.openai_server import choose_engine, transformers_arguments, vllm_arguments
+from offbeat.common.errors import SettingError
+
+pytestmark = pytest.mark.slow
+
+
+def test_vllm_server_takes_the_options_of_the_runs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setattr(openai_server, "has_gpu", lambda: False)
+    options = {
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"rope_theta": 1},
+        "cudagraph_capture_sizes": [1, 2],
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments("a/model", "float32", options))
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    assert (engine.model, engine.dtype, engine.max_model_len, engine.enforce_eager) == ("a/model", "float32", -1, True)
+    assert {name: getattr(engine, name) for name in options} == options
+
+
+def test_transformers_server_takes_its_arguments() -> None:
+    import typer
+    from transformers.cli.serve import Serve
+    from typer.testing import CliRunner
+
+    application = typer.Typer()
+    application.command()(Serve)
+    answer = CliRunner().invoke(application, [*transformers_arguments("a/model", "float32"), "--port", "0", "--help"])
+    assert answer.exit_code == 0
+
+
+def test_engine_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"uvicorn"}
+    monkeypatch.setattr(openai_server.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    with pytest.raises(SettingError, match='--engine = "vllm": vLLM is not installed'):
+        choose_engine("vllm")
+    with pytest.raises(SettingError, match=r"its server needs fastapi, openai\. Run: pip install \"transformers\[serving\]\""):
+        choose_engine("auto")
+    installed |= {"fastapi", "openai"}
+    assert choose_engine("auto") == "transformers"
+    installed.add("vllm")
+    assert choose_engine("auto") == "vllm"
