@@ -50,7 +50,7 @@ def resolve_model(path: str) -> Path:
 
 def find_config(path: str, *, asks_hub: bool = True) -> bytes | None:
     """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None if it is unavailable."""
-    if Path(path).is_dir():
+    if Path(path).exists():
         return _read(Path(path) / "config.json") or None
     # Takes 0.3 s to import, and is only needed for hub names.
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

@@ -16,6 +16,7 @@ from offbeat.protocols.addresses import address_file, is_loopback
 
 _LOW_LEARNING_RATE = 1e-12
 _HIGH_LEARNING_RATE = 0.03
+_HIGH_TEMPERATURE = 3.0
 BYTES_PER_TOKEN = 8
 """Size of a token on the wire: an int32 token id and a float32 log-prob."""
 
@@ -409,6 +410,12 @@ def _warnings(config: Config) -> list[str]:
             'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
             'never reach a batch. Use "gate", and a bound for which they are short.'
         )
+    for setting, value in (("rollout", config.rollout.temperature), ("evaluation", evaluation.temperature)):
+        if value > _HIGH_TEMPERATURE:
+            warnings.append(
+                f"{setting}.temperature = {value:g}: above {_HIGH_TEMPERATURE:g} nearly every token is likely to be sampled, "
+                "whatever the model has learned. Language models are sampled at 0.6 to 1.2."
+            )
     if config.train.learning_rate < _LOW_LEARNING_RATE:
         warnings.append(
             f"train.learning_rate = {config.train.learning_rate:g}: AdamW moves every weight by about that much in each step, "

@@ -5,6 +5,7 @@
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -216,12 +217,12 @@ def setting_text(config: Config, setting: str) -> str:
 def is_local_data(source: str) -> bool:
     """Return True when a data setting names a file or folder rather than a dataset of the Hugging Face Hub.
 
-    A path that exists on this machine always does. Any other does by its suffix, or by a name that the hub cannot have.
+    A path that exists on this machine always does, also as a link that leads nowhere. Any other does by its suffix, or by a
+    name that the hub cannot have.
     """
     path = Path(source).expanduser()
-    return (
-        path.exists() or path.suffix.lower() in DATA_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*){0,2}", source)
-    )
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*){0,2}", source) is not None
+    return os.path.lexists(path) or path.suffix.lower() in DATA_SUFFIXES or not is_hub_name
 
 
 @cache

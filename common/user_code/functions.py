@@ -52,7 +52,7 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
     if function is None:
         raise SettingError(setting, path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
     if not callable(function):
-        raise SettingError(setting, path, f"{function_name!r} is a {type(function).__name__}", "Name a function.")
+        raise SettingError(setting, path, f"{function_name!r} is of type {type(function).__name__}", "Name a function.")
     if parameters is not None and not _takes(function, len(parameters)):
         problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
         raise SettingError(setting, path, problem, "Give it these parameters.")
@@ -69,7 +69,10 @@ def _import_problem(error: BaseException, module_name: str) -> tuple[str, str]:
     """Return why a module cannot be imported, and what to do."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and f"{module_name}.".startswith(f"{missing}."):
-        return f"there is no module {missing!r} in {Path.cwd()}, and none installed", "Name it as module:function."
+        cure = "Name it as module:function."
+        if module_name.endswith(".py"):
+            cure = f"Name the module as an import does, without the suffix: {module_name.removesuffix('.py')}:function."
+        return f"there is no module {missing!r} in {Path.cwd()}, and none installed", cure
     problem = f"importing it raised {located(error)}"
     if missing:
         return problem, f"Install {missing!r} in the environment of offbeat ({sys.prefix}), or correct the import."

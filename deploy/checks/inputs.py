@@ -4,6 +4,7 @@ They run apart (`deploy/checks/preflight.py`): transformers is imported without 
 must not see torch afterwards.
 """
 
+import difflib
 import os
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.common.user_code.functions import is_function
+from offbeat.common.user_code.generated_tasks import is_generated
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import is_json, read_rows
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, load_prompts
@@ -77,6 +79,28 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         yield from _describe(setting, loaded, tokenizer)
 
 
+def check_hub_names(config: Config) -> Iterator[Finding]:
+    """Note names that the Hugging Face Hub will be asked for, as they are not on this machine; warn of likely typing errors."""
+    names = [("model.path", config.model.path, "model", "its files, and the lengths of prompts,")]
+    names += [
+        (setting, source, "dataset", "its rows")
+        for setting, source, _ in _sources(config)
+        if not (is_local_data(source) or is_function(source) or is_generated(source))
+    ]
+    for setting, name, kind, unchecked in names:
+        path = Path(name).expanduser()
+        if not name or path.exists():
+            continue
+        there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+        text = (
+            f'{setting} = "{name}" is not on this machine and is taken for a {kind} of the Hugging Face Hub: {unchecked} '
+            "will only be checked after the start."
+        )
+        text += f" Did you mean {path.with_name(close[0])}?" if close else ""
+        yield Finding("warning" if close or "/" not in name else "note", text)
+
+
 def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first training row; None where the data is not on this machine."""
     data = config.data
@@ -115,12 +139,17 @@ def _first_prompt(config: Config, setting: str, source: str, split: str) -> tupl
 
 def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield setting, source and split of the data on this machine."""
+    return (found for found in _sources(config) if is_local_data(found[1]))
+
+
+def _sources(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield setting, source and split of all data."""
     data = config.data
     for setting, source, split in (
         ("data.train_data", data.train_data, data.train_split),
         *((eval_setting(name), source, data.eval_split) for name, source in eval_sets(data).items()),
     ):
-        if source and is_local_data(source):
+        if source:
             yield setting, source, split
 
 

@@ -75,6 +75,9 @@ def check_shared_actor_port(config: Config) -> Iterator[Finding]:
 
 def _bind_problem(host: str, port: int) -> str | None:
     """Return why this process cannot listen at the port; None when it can."""
+    if port > _LARGEST_PORT:
+        # The C library would take the remainder.
+        return f"there is no port {port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -83,8 +86,6 @@ def _bind_problem(host: str, port: int) -> str | None:
             probe.bind(address)
     except socket.gaierror as error:
         return f"the host {host!r} is not known ({error.strerror})"
-    except OverflowError:
-        return f"there is no port {port}"
     except PermissionError:
         return f"port {port} is only for the administrator"
     except OSError as error:
@@ -106,7 +107,11 @@ def check_folder(config: Config) -> Iterator[Finding]:
     except SettingError as error:
         yield Finding("mistake", str(error))
         return
-    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    there = next(parent for parent in [folder, *folder.absolute().parents] if os.path.lexists(parent))
+    if not there.exists():
+        problem = f"{there} is a symbolic link that leads nowhere"
+        yield mistake("run.dir", config.run.dir, problem, "Remove the link, or name a folder.")
+        return
     if not there.is_dir():
         yield mistake("run.dir", config.run.dir, f"{there} is a file", "Name a folder.")
         return

@@ -6,10 +6,11 @@
 | settings without effect, unless the run is resumed | x | x | x | | |
 | reference, run folder, ports, Weights & Biases | x | x | x | | |
 | data and tokenizer, which a learner alone reads before it loads the model | x | x | | | |
-| functions of yours that the learner calls, called once | x | x | x | | |
+| your own functions that the learner calls, called once | x | x | x | | |
 | engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x | x |
 | the reward called once | x | x | | | |
 | learner processes, in groups that share packs | x | x | | | |
+| names that the Hugging Face Hub is asked for | x | x | | | |
 | GPUs of this machine, and the plan of what works on which | x | x | | | |
 | variables of a distributed launcher, which `train` sets itself | x | | x | | |
 | builds of the packages beside torch | x | | | | |
@@ -40,7 +41,7 @@ from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.user_code.external_environment import interpreter
 from offbeat.deploy.checks import machine
 from offbeat.deploy.checks.findings import Finding, mistake
-from offbeat.deploy.checks.inputs import check_inputs, check_rows
+from offbeat.deploy.checks.inputs import check_hub_names, check_inputs, check_rows
 from offbeat.deploy.checks.model_folders import check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
 from offbeat.deploy.checks.user_functions import (
@@ -239,10 +240,18 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         machine.check_groups_of_processes,
         machine.check_variables,
         machine.check_companions,
+        check_hub_names,
         check_episodes,
         machine.show_devices,
     ),
-    "train": (*_LEARNER, *_ACTOR, machine.check_shared_actor_port, machine.check_groups_of_processes, machine.check_devices),
+    "train": (
+        *_LEARNER,
+        *_ACTOR,
+        check_hub_names,
+        machine.check_shared_actor_port,
+        machine.check_groups_of_processes,
+        machine.check_devices,
+    ),
     "learner": (*_LEARNER, machine.check_variables),
     "join": _ACTOR,
     "actor": (check_model, *_ACTOR),

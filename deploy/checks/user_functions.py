@@ -1,15 +1,17 @@
 """Checks of the functions that the settings name: imported, and called once on stand-ins. They run apart."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat.actor.judges.client import handed_to_processes
-from offbeat.actor.rewards.failures import Failure
+from offbeat.actor.rewards.failures import Failure, failure_of, file_of
 from offbeat.actor.rewards.functions import load_reward
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import SettingError
@@ -104,7 +106,12 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     sample = Sample(prompt[0], STAND_IN, prompt[1], np.arange(len(STAND_IN), dtype=np.int32), "stop", is_evaluation=False)
     samples = [sample] * (config.rollout.group_size if reward.takes_many else 1)
     weights = config.task.reward_weights
-    outcomes = asyncio.run(reward.outcomes_async(samples, weights)) if reward.is_async else reward.outcomes(samples, weights)
+    try:
+        with _time_limit("task.reward_timeout_s", config.task.reward_timeout_s):
+            is_async = reward.is_async
+            outcomes = asyncio.run(reward.outcomes_async(samples, weights)) if is_async else reward.outcomes(samples, weights)
+    except TimeoutError as error:
+        outcomes = [failure_of(error, file_of(reward.function))]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is None:
         return
@@ -114,6 +121,21 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         yield Finding("warning", f"task.reward: {problem}.")
     else:
         yield mistake("task.reward", config.task.reward, problem, "Correct the function, or the fields of the rows.")
+
+
+@contextmanager
+def _time_limit(setting: str, limit_s: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the code that runs once the limit of a setting is reached. Needs the main thread."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it took longer than {setting} = {limit_s:g}")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _check_sandbox(setting: str) -> Iterator[Finding]:

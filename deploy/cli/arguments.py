@@ -95,6 +95,8 @@ def read_config_of_run(arguments: list[str] | None) -> Config:
             problem = f"there is no run in it yet: a learner writes {CONFIG_FILE} when it has started"
             raise SettingError("RUN", arguments[0], problem, "Try again in a moment, or name the folder of another run.")
         arguments[0] = str(file)
+    elif arguments and "=" not in arguments[0] and not Path(arguments[0]).exists():
+        raise SettingError("RUN", arguments[0], "there is no such folder", "Name the folder of a run, or its TOML file.")
     return read_config(arguments)
 
 

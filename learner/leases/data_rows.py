@@ -19,6 +19,7 @@ from offbeat.common.user_code.functions import is_function, load_function, locat
 from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+_NOT_A_NUMBER = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)\s*[,}\]]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,7 +109,7 @@ def _yielded(path: str, split: str, setting: str) -> Iterator[tuple[int, object]
 
 def _own_row(fields: object, place: str, path: str, setting: str) -> DataRow:
     if not isinstance(fields, Mapping):
-        raise SettingError(setting, path, f"{place} is a {type(fields).__name__}", "Return or yield rows, each a dict.")
+        raise SettingError(setting, path, f"{place} is of type {type(fields).__name__}", "Return or yield rows, each a dict.")
     try:
         encoded = msgspec.json.encode(dict(fields))
     # No text stands for other values here, as it does for datasets: it might hold an address, another in each process.
@@ -150,6 +151,9 @@ def _decode(text: bytes, kind: Any, place: str, path: Path, setting: str, cure: 
         if _HALF_CHARACTER.search(text) and _has_half_character(text):
             problem = f"{place} has half of a character, a \\ud800 to \\udfff without its other half, which is no text"
             raise SettingError(setting, str(path), problem, "Write both halves, or remove it.") from error
+        if _NOT_A_NUMBER.search(text):
+            problem = f"{place} has NaN or Infinity, which JSON does not know"
+            raise SettingError(setting, str(path), problem, "Write null, or text.") from error
         kind_name = "a JSON array of objects" if kind == list[dict[str, Any]] else "a JSON object"
         raise SettingError(setting, str(path), f"{place} is not {kind_name} ({error})", cure) from error
 
@@ -183,7 +187,7 @@ def _dataset_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
         return _loaded_rows(source, setting, name, name=config, split=split)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_rows(folder, split, setting)
-    return _loaded_rows(source, setting, str(folder), split=split)
+    return _loaded_rows(source, setting, str(folder.resolve()), split=split)
 
 
 def _saved_rows(folder: Path, split: str, setting: str) -> Iterator[DataRow]:

@@ -49,7 +49,7 @@ def _field(row: DataRow, setting: str, name: str) -> Any:
 def _conversation(prompt: object, row: DataRow, data: DataSection) -> list[Message]:
     """Return a prompt that is a list of messages, checked; the last one must leave the answer to the model."""
     if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
-        kind = "a list with other things than messages" if isinstance(prompt, list) else f"a {type(prompt).__name__}"
+        kind = "a list with other things than messages" if isinstance(prompt, list) else f"of type {type(prompt).__name__}"
         cure = 'Choose a field that holds text, or a list of messages: [{"role": "user", "content": "..."}].'
         raise SettingError("data.prompt_field", data.prompt_field, f"in {row.place} it is {kind}", cure)
     if not data.chat_template:
@@ -72,7 +72,7 @@ def _with_system_prompt(messages: list[Message], row: DataRow, data: DataSection
     if data.system_prompt_field:
         content = _field(row, "data.system_prompt_field", data.system_prompt_field) or content
     if not isinstance(content, str):
-        problem = f"in {row.place} it is a {type(content).__name__}"
+        problem = f"in {row.place} it is of type {type(content).__name__}"
         raise SettingError("data.system_prompt_field", data.system_prompt_field, problem, "Choose a field that holds text.")
     if not content or messages[0]["role"] == "system":
         return messages
@@ -103,7 +103,7 @@ def _template_arguments(row: DataRow, data: DataSection) -> dict[str, Any]:
         return data.template_arguments
     own = _field(row, "data.template_arguments_field", field)
     if not isinstance(own, dict | None):
-        problem = f"in {row.place} it is a {type(own).__name__}"
+        problem = f"in {row.place} it is of type {type(own).__name__}"
         raise SettingError("data.template_arguments_field", field, problem, "Choose a field that holds an object.")
     return {**data.template_arguments, **(own or {})}
 
@@ -160,7 +160,7 @@ def _read_images(row: DataRow, field: str, reader: ImageReader, folder: Path | N
     paths = [] if named is None else [named] if isinstance(named, str) else named
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         cure = "Choose a field that holds the path of an image, a list of paths, or nothing."
-        raise SettingError(SETTING, field, f"in {row.place} it is a {type(named).__name__}", cure)
+        raise SettingError(SETTING, field, f"in {row.place} it is of type {type(named).__name__}", cure)
     if len(paths) > MAX_IMAGES:
         raise SettingError(SETTING, field, f"{row.place} has {len(paths)} images", f"Give at most {MAX_IMAGES}.")
     images = tuple(_read_image(path, row, field, reader, folder) for path in paths)

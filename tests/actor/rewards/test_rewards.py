@@ -315,7 +315,7 @@ def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
     [
         ("no_such_module:reward", "there is no module 'no_such_module'"),
         ("user_rewards:no_such_function", "has no 'no_such_function'"),
-        ("user_rewards:number", "is a int"),
+        ("user_rewards:number", "is of type int"),
         ("user_rewards:two", "cannot take (prompt, completion, row)"),
         ("broken_rewards:reward", "ZeroDivisionError: division by zero"),
         ("unmet_rewards:reward", "No module named 'no_such_dependency'"),

@@ -275,6 +275,8 @@ def test_data_on_this_machine_is_told_from_a_dataset_by_being_there_or_by_its_na
     assert is_local_data("a/b/c/d")
     assert is_local_data(str(tmp_path / "rows"))
     assert not is_local_data("openai/gsm8k/main")
+    (tmp_path / "loop").symlink_to("loop")
+    assert is_local_data(str(tmp_path / "loop"))
 
 
 def test_folder_with_a_path_of_three_parts_is_not_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +340,11 @@ def test_learning_rate_that_breaks_a_model_is_warned_about() -> None:
     assert any("rounding takes away: nothing will change" in text for text in check(complete(config)))
     config = load(None, ["model.path=m", "data.train_data=d.jsonl", "learning_rate=1e-3"])
     assert not any("learning_rate" in text for text in check(complete(config)))
+
+
+def test_temperature_of_mere_noise_is_warned_about() -> None:
+    config = load(None, ["model.path=m", "data.train_data=d.jsonl", "rollout.temperature=50"])
+    assert any(text.startswith("rollout.temperature = 50: above 3") for text in check(complete(config)))
 
 
 @pytest.mark.parametrize("name", ["rollout.top_p", "rollout.top_k", "rollout.min_p", "top_p"])

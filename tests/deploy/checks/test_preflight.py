@@ -24,7 +24,7 @@ from offbeat.deploy.checks.preflight import (
 )
 
 REWARDS = """
-import os, sys, time
+import asyncio, os, sys, time
 
 def good(prompt, completion, row): return len(completion)
 async def good_async(prompt, completion, row): return len(completion)
@@ -34,6 +34,7 @@ def not_finite(prompt, completion, row): return float("nan")
 def leaves(prompt, completion, row): sys.exit(0)
 def dies(prompt, completion, row): os._exit(0)
 def hangs(prompt, completion, row): time.sleep(60)
+async def waits(prompt, completion, row): await asyncio.sleep(60)
 def judge_is_down(prompt, completion, row): raise ConnectionRefusedError("no judge")
 """
 
@@ -118,6 +119,14 @@ def write(text: str | bytes) -> Callable[[], object]:
     return lambda: Path("train.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
+def link_to_itself(name: str) -> Callable[[], object]:
+    def link() -> None:
+        Path(name).unlink(missing_ok=True)
+        Path(name).symlink_to(name)
+
+    return link
+
+
 FILES: dict[str, tuple[Callable[[], object], str, str]] = {
     "weights cut": (cut_weights, 'model.path = "model"', "its header says"),
     "header cut": (damage_header, 'model.path = "model"', "ends within its header"),
@@ -143,9 +152,12 @@ FILES: dict[str, tuple[Callable[[], object], str, str]] = {
     "UTF-16": (write('{"prompt": "1"}'.encode("utf-16")), 'data.train_data = "train.jsonl"', "UTF-16"),
     "no JSON": (write("prompt,answer"), 'data.train_data = "train.jsonl"', "train.jsonl:1 is not a JSON object"),
     "no field": (write('{"question": "1"}'), 'data.prompt_field = "prompt"', "Its fields are: question"),
-    "no text": (write('{"prompt": 7}'), 'data.prompt_field = "prompt"', "it is a int"),
+    "NaN": (write('{"prompt": "1", "answer": NaN}'), 'data.train_data = "train.jsonl"', "has NaN or Infinity, which JSON"),
+    "no text": (write('{"prompt": 7}'), 'data.prompt_field = "prompt"', "it is of type int"),
     "conversation": (write('{"prompt": [{"role": "user", "content": "1"}]}'), "data.chat_template = false", "conversation"),
     "too long": (write('{"prompt": "123456789"}'), "data.max_prompt_tokens = 8", "train.jsonl:1 has 9 tokens"),
+    "data a loop": (link_to_itself("train.jsonl"), 'data.train_data = "train.jsonl"', "Too many levels of symbolic links"),
+    "run.dir a loop": (link_to_itself("run"), 'run.dir = "run"', "run is a symbolic link that leads nowhere"),
     "run.dir a file": (lambda: Path("run").write_text(""), 'run.dir = "run"', "is a file. Name a folder"),
     "no answer": (write('{"prompt": "1"}'), 'task.reward = "exact_match"', "KeyError: 'answer'"),
 }
@@ -175,6 +187,7 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("data.chat_template=true", "no chat template"),
         ("task.reward=my_rewards:absent", "has no 'absent'"),
         ("task.reward=absent:reward", "no module 'absent'"),
+        ("task.reward=my_rewards.py:good", "without the suffix: my_rewards:function"),
         ("task.reward=my_rewards:wrong_field", "KeyError: 'solution'"),
         ("task.reward=my_rewards:wrong_kind", "not a number"),
         ("task.reward=my_rewards:not_finite", "the reward is nan"),
@@ -185,6 +198,7 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("run.dir=train.jsonl/run", "train.jsonl is a file"),
         ("run.dir=/proc/run", "cannot be written"),
         ("log.min_free_mb=100000000", "no lease would ever be granted"),
+        ("metrics.bind=127.0.0.1:80000", "there is no port 80000"),
         ("hub.bind=tcp://192.0.2.1:5700", "bind"),
         ("hub.address=tcp://no.such.host.invalid:5700", "hub.address"),
         ("train.deepspeed.optimiser={}", "no such option"),
@@ -317,6 +331,27 @@ def test_what_may_be_meant_is_only_warned_about(
         monkeypatch.setattr("offbeat.deploy.checks.preflight.REWARD_S", 0.3)
     overrides = [*overrides, "task.reward=my_rewards:good", setting]
     assert any(said in text for text in warned(overrides, caplog))
+
+
+@pytest.mark.parametrize("reward", ["hangs", "waits"])
+def test_reward_that_exceeds_its_time_limit_is_warned_about(
+    reward: str, overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [*overrides, f"task.reward=my_rewards:{reward}", "task.reward_timeout_s=0.2"]
+    (text,) = warned(settings, caplog)
+    assert text.startswith("task.reward: called with the first row")
+    assert "it took longer than task.reward_timeout_s = 0.2" in text
+
+
+def test_names_that_only_the_hub_may_know_are_said_to_be_unchecked(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    unchecked = "is taken for a dataset of the Hugging Face Hub: its rows will only be checked after the start."
+    assert warned([*overrides, "data.train_data=train.josnl"], caplog) == [
+        f'data.train_data = "train.josnl" is not on this machine and {unchecked} Did you mean train.jsonl?'
+    ]
+    notes = look(load(None, [*overrides, "data.train_data=owner/name"]), "check")
+    assert f'data.train_data = "owner/name" is not on this machine and {unchecked}' in notes
 
 
 @pytest.mark.parametrize("reward", ["good", "good_async"])

@@ -41,6 +41,11 @@ def test_folder_whose_learner_has_not_started_is_no_mistake_in_a_file(tmp_path: 
         read_config_of_run([str(tmp_path)])
 
 
+def test_name_of_a_run_that_is_not_there_is_no_mistake_in_a_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"RUN = .*there is no such folder. Name the folder of a run, or its TOML file"):
+        read_config_of_run([str(tmp_path / "absent")])
+
+
 def test_page_that_was_written_is_printed_alone_and_said_how_to_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,7 +177,7 @@ def test_function_gets_the_split_and_its_values_are_those_of_json() -> None:
         ("fails", r"it raised KeyError: 'lost' \(.*sources.py:22\). Correct the function"),
         ("leaves", "it raised SystemExit: 3"),
         ("none", "it returned NoneType. Return or yield rows, each a dict"),
-        ("texts", "row 0 of sources:texts is a str. Return or yield rows, each a dict"),
+        ("texts", "row 0 of sources:texts is of type str. Return or yield rows, each a dict"),
         ("numpy_number", r"row 2 of sources:numpy_number cannot be written as JSON \(.*numpy.int64.*\)"),
         ("surrogate", "row 0 of sources:surrogate cannot be written as JSON"),
         ("other_name", "unexpected keyword argument 'split'"),

@@ -134,7 +134,7 @@ def test_data_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
         (['{"prompt": "a"}', '{"prompt": '], r"rows\.jsonl:2 is not a JSON object"),
         (['["a"]'], r"rows\.jsonl:1 is not a JSON object \(Expected `object`, got `array`\)"),
         (['{"question": "a", "answer": "b"}'], r'prompt_field = "prompt": .*rows\.jsonl:1.*Its fields are: question, answer'),
-        (['{"prompt": 7}'], r"rows\.jsonl:1 it is a int"),
+        (['{"prompt": 7}'], r"rows\.jsonl:1 it is of type int"),
         ([""], "there are no rows"),
     ],
 )

@@ -82,7 +82,7 @@ def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
         ([], CHAT, "a list with other things than messages"),
         (["hi"], CHAT, "a list with other things than messages"),
         ([{"role": "user"}], CHAT, "a list with other things than messages"),
-        ({"role": "user", "content": "hi"}, CHAT, "it is a dict"),
+        ({"role": "user", "content": "hi"}, CHAT, "it is of type dict"),
         ("hi", DataSection(chat_template=True, system_prompt_field="system"), "train.jsonl:7 has no such field"),
     ],
 )
