@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,20 @@ def replace(path: Path, content: bytes) -> None:
     partial.write_bytes(content)
     sync(partial)
     partial.rename(path)
+
+
+def open_standard_streams() -> None:
+    """Open the null device in the place of each standard stream that this process was started without, as by `>&-`.
+
+    Otherwise the next socket or file would get its number, and what a library prints would be written into it.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system gives the lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def raise_limit() -> int:

@@ -82,15 +82,11 @@ def check_inputs(config: Config) -> Iterator[Finding]:
 def check_hub_names(config: Config) -> Iterator[Finding]:
     """Note names that the Hugging Face Hub will be asked for, as they are not on this machine; warn of likely typing errors."""
     names = [("model.path", config.model.path, "model", "its files, and the lengths of prompts,")]
-    names += [
-        (setting, source, "dataset", "its rows")
-        for setting, source, _ in _sources(config)
-        if not (is_local_data(source) or is_function(source) or is_generated(source))
-    ]
+    names += [(setting, source, "dataset", "its rows") for setting, source, _ in _sources(config) if not is_generated(source)]
     for setting, name, kind, unchecked in names:
-        path = Path(name).expanduser()
-        if not name or path.exists():
+        if not name or is_local_data(name) or is_function(name):
             continue
+        path = Path(name)
         there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
         text = (

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.environment import prepare_environment
-from offbeat.common.processes.files import limit_reached, raise_limit
+from offbeat.common.processes.files import limit_reached, open_standard_streams, raise_limit
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, die_with_parent, end_process
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.text import plain
@@ -81,6 +81,7 @@ def run(app: typer.Typer | None = None) -> None:
 
     Errors that the user can mend become one line on stderr and exit status 2, without a traceback.
     """
+    open_standard_streams()
     # Local modules (rewards named by import path) are found as `python -m` would find them.
     sys.path.insert(0, "")
     # Removed from the environment: it is not meant for what this process starts.
@@ -97,10 +98,32 @@ def run(app: typer.Typer | None = None) -> None:
     except ServiceError as error:
         _fail((str(error),), GAVE_UP_STATUS)
     except OSError as error:
+        if not _has_current_folder():
+            _fail(("the current folder was deleted: change to another one",), USER_ERROR_STATUS)
         limit = limit_reached(error)
         if limit is None:
             raise
         _fail((f"{error}: raise the limit on {limit}",), GAVE_UP_STATUS)
+    except Exception:
+        for file in _hiding_modules():
+            print(
+                f"note: {file} hides Python's own module of this name. If the error below is about it, rename the file.",
+                file=sys.stderr,
+            )
+        raise
+
+
+def _has_current_folder() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _hiding_modules() -> list[Path]:
+    """Return the files of the current folder that are imported in the place of modules of the standard library."""
+    return sorted(file for file in Path.cwd().glob("*.py") if file.stem in sys.stdlib_module_names)
 
 
 def _fail(texts: tuple[str, ...], status: int) -> None:

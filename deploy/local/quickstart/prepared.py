@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
@@ -125,11 +126,16 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
 
     The folder appears complete or not at all, also when several processes make it at the same time.
     """
-    _delete_unfinished(folder)
-    if folder.exists():
-        return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    try:
+        _delete_unfinished(folder)
+        if folder.exists():
+            return False
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        problem = f"{{{recipe.name}}} cannot be made in {folder.parent} ({error.strerror})"
+        cure = "Set the variable to a folder that you may write to."
+        raise SettingError("environment variable XDG_CACHE_HOME", str(folder.parents[1]), problem, cure) from error
     newest_step: list[int] = []
 
     def progress() -> str:

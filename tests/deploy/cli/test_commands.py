@@ -12,12 +12,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offbeat.common.processes.shutdown import GAVE_UP_STATUS
+from offbeat.common.processes.shutdown import GAVE_UP_STATUS, USER_ERROR_STATUS
 from offbeat.common.records.run_folder import naming_disk_errors
 from offbeat.common.settings.loading import explain
 from offbeat.deploy import cli
 from offbeat.deploy.cli.main import PANELS, make_app, run
 
+MAIN = "offbeat.deploy.cli.main"
 COMMAND = re.compile(r"\ndef ([a-z]+)_command\(")
 LIGHT_HELP = """
 import sys
@@ -99,3 +100,25 @@ def test_limit_of_the_system_is_told_in_one_line(
     assert ended.value.code == GAVE_UP_STATUS
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith(f"'run/log/00000001.log': raise the limit on {limit}")
+
+
+def test_file_that_hides_a_module_of_python_is_named_beside_the_error(tmp_path: Path) -> None:
+    (tmp_path / "logging.py").write_text("")
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", MAIN, "explain"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert f"note: {tmp_path}/logging.py hides Python's own module of this name" in ended.stderr
+
+
+def test_deleted_folder_is_told_in_one_line(tmp_path: Path) -> None:
+    command = f'rmdir "{tmp_path}" && exec {sys.executable} -m {MAIN} check model.path=m data.train_data=d.jsonl'
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stderr.splitlines()[-1] == "error: the current folder was deleted: change to another one"
+    assert "Traceback" not in ended.stderr and ended.returncode == USER_ERROR_STATUS
+
+
+def test_standard_streams_that_were_closed_are_opened_again() -> None:
+    opened = "import os; from offbeat.common.processes.files import open_standard_streams as run; run(); print(1); "
+    command = f"{sys.executable} -c '{opened}os.write(2, str(os.open(\"/\", 0)).encode())' <&- >&-"
+    # The next file has a number of its own.
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stderr == "3"

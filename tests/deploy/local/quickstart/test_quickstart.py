@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, expand, prepared_folder, quickstart_folder
 from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Reversal, answers
@@ -120,6 +121,12 @@ def test_shown_calculations_are_right_in_a_quarter_and_read_by_the_parser_of_the
         assert call[2] == str(result)
         num_right += eval(prompt) == int(call[3])
     assert 70 <= num_right <= 130
+
+
+def test_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(SettingError, match=r"XDG_CACHE_HOME = .*cache\": {quickstart} cannot be made in .*Not a directory"):
+        ensure(tmp_path / "cache/offbeat/quickstart-1", SMALL)
 
 
 def test_folder_that_a_killed_process_left_is_deleted_at_the_next_start_and_a_living_ones_is_kept(tmp_path: Path) -> None:
