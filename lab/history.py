@@ -78,7 +78,7 @@ class LagDrift(msgspec.Struct, frozen=True):
     masked: float | None
     """Share of tokens that the off-policy correction masked; None also for a run without a correction."""
     reward: float | None
-    """Mean reward, as the task gave it."""
+    """Mean reward, before any scaling or penalty."""
     length: float | None
     """Mean tokens of a completion."""
 

@@ -77,7 +77,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     """The end of a generated group."""
 
     lease_id: int
-    """The lease that the group answered."""
+    """The lease that the group was generated for."""
     prompt_id: int
     """Number of the prompt, counted from 0; rows that `data.long_prompts` leaves out do not count."""
     actor: str
@@ -93,7 +93,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     lengths: list[int]
     """Tokens of each completion."""
     rewards: list[float | None]
-    """Reward of each completion, as the task gave it."""
+    """Reward of each completion, before any scaling or penalty."""
     generate_s: float
     """Seconds the actor took."""
     num_segments: int
@@ -111,19 +111,19 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
 class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):
     """A completion that was trained on, as text; the best and the worst of some steps of a run.
 
-    Long texts lack their middle. All texts are as the model wrote them: escape them before they are shown.
+    Long texts are shortened in the middle. All texts are exactly what the model wrote: escape them before you show them.
     """
 
     policy_version: int
     """The learner's version after the step."""
     lease_id: int
-    """The lease that its group answered."""
+    """The lease that its group was generated for."""
     prompt_id: int
     """Number of the prompt, as in `group` rows."""
     policy_lag: int
     """The policy lag of its group, in optimizer steps."""
     reward: float | None
-    """Reward of the completion, as the task gave it."""
+    """Reward of the completion, before any scaling or penalty."""
     above_mean: float | None
     """The reward less the mean reward of its group: the advantage before it is scaled."""
     finish_reason: str
@@ -139,7 +139,7 @@ class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):
 class EvalSampleRow(Stamped, frozen=True, kw_only=True, tag="eval_sample"):
     """A completion of an evaluation, as text: the first one of some held-out prompts, the same prompts in every evaluation.
 
-    Long texts lack their middle. All texts are as the model wrote them: escape them before they are shown.
+    Long texts are shortened in the middle. All texts are exactly what the model wrote: escape them before you show them.
     """
 
     policy_version: int
@@ -149,7 +149,7 @@ class EvalSampleRow(Stamped, frozen=True, kw_only=True, tag="eval_sample"):
     data_set: str | None = None
     """Name of the prompt's set in `data.eval_data`; absent where the sets have no names."""
     reward: float
-    """Reward of the completion, as the task gave it."""
+    """Reward of the completion, before any scaling or penalty."""
     finish_reason: str
     """`stop`, or `length` for a completion cut off at `rollout.max_new_tokens`."""
     num_tokens: int
@@ -223,7 +223,7 @@ class CommitRow(Stamped, frozen=True, kw_only=True, tag="commit"):
     policy_version: int
     """The version that its engine samples with from now on."""
     stall_s: float
-    """Seconds the engine stood still for it."""
+    """Seconds for which the engine paused."""
 
 
 class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):

@@ -37,7 +37,7 @@ _IN_TURNS = "an episode of the step has several turns, and one has turns in that
 _KL_K3 = "as kl/behavior_policy_k3"
 
 STEP_METRICS: tuple[Metric, ...] = (
-    Metric("reward/mean", "reward", "Mean over the completions, as the task gave it."),
+    Metric("reward/mean", "reward", "Mean over the completions, before any scaling or penalty."),
     Metric("reward/std", "reward", "Standard deviation over the completions."),
     Metric("reward/zero_variance_groups", "groups", "Groups whose completions all have the same reward."),
     Metric("reward_part/<part>", "reward", "Mean of a named part over the completions, before its weight.", _IN_PARTS),
@@ -52,13 +52,20 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("length/p95", "tokens", "95th percentile of the completion lengths."),
     Metric("length/max", "tokens", "Longest completion."),
     Metric("length/cut", "share", "Completions cut off at rollout.max_new_tokens; the others stopped by themselves."),
-    Metric("group/seconds_mean", "s", "Mean time from a group's begin to its last completion's end, environment included."),
+    Metric(
+        "group/seconds_mean", "s", "Mean time from a group's start to the end of its last completion, environment included."
+    ),
     Metric("group/seconds_max", "s", "Longest such time of a group."),
     Metric("length/context", "tokens", "Mean number of tokens that an environment added to an episode.", _IN_EPISODES),
     Metric("turns/mean", "turns", "Mean number of the model's turns in an episode.", _IN_EPISODES),
     Metric("turns/max", "turns", "Most turns of an episode.", _IN_EPISODES),
-    Metric("environment/seconds_mean", "s", "Mean time in which an episode's function had the word.", _IN_EPISODES),
-    Metric("environment/seconds_max", "s", "Longest time in which an episode's function had the word.", _IN_EPISODES),
+    Metric(
+        "environment/seconds_mean",
+        "s",
+        "Mean time that an episode's function spent outside of the model's turns.",
+        _IN_EPISODES,
+    ),
+    Metric("environment/seconds_max", "s", "Longest such time of an episode.", _IN_EPISODES),
     Metric("tokens/trained", "tokens", "Completion tokens trained on."),
     Metric("tokens/prompt", "tokens", "Prompt tokens, once for each completion."),
     Metric("by_lag/<lag>/reward_mean", "reward", "reward/mean of the completions in the bucket.", _IN_BUCKET),
@@ -132,7 +139,7 @@ STEP_METRICS: tuple[Metric, ...] = (
             ("correction/truncated", "share"),
         )
     ),
-    Metric("by_turn/<turn>/tokens", "tokens", "Completion tokens that are of such turns.", _IN_TURNS),
+    Metric("by_turn/<turn>/tokens", "tokens", "Completion tokens of the turns in the bucket.", _IN_TURNS),
     Metric("by_turn/<turn>/lag_mean", "optimizer steps", "Mean lag of these tokens, each by its own version.", _IN_TURNS),
     Metric("by_turn/<turn>/kl_behavior_policy_k3", "nats per token", "kl/behavior_policy_k3 of these tokens.", _IN_TURNS),
     Metric("kl/reference", "nats per token", "KL of the policy from the reference.", "kl.loss_coef or kl.reward_coef is set"),
@@ -145,7 +152,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric(
         "loss/replay_changed_slots",
         "share",
-        "Experts that the replayed routing has and the routers would not have chosen.",
+        "Experts of the replayed routing that the routers would not have chosen.",
         'loss.routing_replay is not "off"',
     ),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),

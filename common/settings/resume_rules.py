@@ -32,18 +32,22 @@ RULES = (
         ("model.path: config", "model.path: weight files", "model.path: tokenizer", "model.path: chat template"),
         "The weights come from this model, and kept groups are tokens of this tokenizer.",
     ),
-    Rule("recorded", _of("model", "path max_length"), "The model's files are compared themselves. A length is only a limit."),
+    Rule(
+        "recorded",
+        _of("model", "path max_length"),
+        "The contents of the model folder are compared. The length is only a limit.",
+    ),
     Rule("refused", _of("model", "dtype"), "The checkpoint is stored in it, and the log-probs are computed in it."),
     Rule(
         "refused",
         ("data.train_data: prompts",),
         "Kept groups are completions of these prompts: their tokens, their rows with the answers, their weights, their order. "
-        "Prompts behind the last are recorded with `data.appended_data`.",
+        "Prompts after the last one are recorded if `data.appended_data` allows them.",
     ),
     Rule(
         "recorded",
         _of("data", "train_data train_split appended_data max_prompt_tokens long_prompts"),
-        "The prompts that are read with it are compared themselves.",
+        "The prompts themselves are compared.",
     ),
     Rule(
         "refused",
@@ -52,14 +56,14 @@ RULES = (
             "prompt_field image_field weight_field system_prompt system_prompt_field chat_template template_arguments "
             "template_arguments_field",
         ),
-        "Prompts and weights are made of the rows with it.",
+        "It decides how rows become prompts and weights.",
     ),
     Rule(
         "recorded",
         _of("data", "task_field"),
-        "It splits numbers that are shown. With `data.curriculum` the tasks that have shares must be there.",
+        "It only affects reported numbers. With `data.curriculum`, every task that has a share must still exist.",
     ),
-    Rule("recorded", _of("data", "curriculum"), "The log has the shares that it gave; it decides on those to come."),
+    Rule("recorded", _of("data", "curriculum"), "The log has the shares so far. Only later shares depend on the function."),
     Rule("recorded", _of("data", "eval_data eval_split"), "No training depends on it."),
     Rule("recorded", ("data.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
     Rule("refused", _of("task", "environment reward reward_weights"), "Kept groups were made with the other function."),
@@ -76,28 +80,30 @@ RULES = (
             "advantage.function: source files",
             "evaluation.function: source files",
         ),
-        "A mistake in it may be corrected. Kept groups keep the rewards they have, and prompts are compared themselves.",
+        "You may correct a mistake in it. Kept groups keep their rewards, and the prompts themselves are compared.",
     ),
-    Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It limits a wait."),
+    Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It only limits a waiting time."),
     Rule(
         "recorded",
         _of("environment", "workers turn_timeout_s episode_timeout_s close_timeout_s max_retries"),
-        "It says when an episode is played again or given up.",
+        "It only decides when an episode is retried or given up.",
     ),
-    Rule("recorded", _of("environment", "python requirements"), "It says where the environment runs."),
-    Rule("refused", _of("environment", "tool_parser reasoning_parser sampling arguments"), "Kept groups were played with it."),
-    Rule("refused", _of("judge", "model options"), "Kept groups have the other judge's rewards."),
+    Rule("recorded", _of("environment", "python requirements"), "It only decides where the environment runs."),
+    Rule(
+        "refused", _of("environment", "tool_parser reasoning_parser sampling arguments"), "Kept groups were generated with it."
+    ),
+    Rule("refused", _of("judge", "model options"), "Kept groups have rewards from the other judge."),
     Rule(
         "recorded",
         _of("judge", "url key_env max_concurrent requests_per_minute timeout_s max_retries budget_tokens cache"),
-        "It says how the judge is reached, not who it is.",
+        "It decides how the judge is called, not which judge it is.",
     ),
     Rule(
         "refused",
         _of("rollout", "group_size max_new_tokens temperature"),
         "Kept groups, and leases that actors still hold, were sampled with it.",
     ),
-    Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It says when a lease is given up."),
+    Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It only decides when a lease is given up."),
     Rule(
         "recorded",
         _of("staleness", "max_staleness target staleness_policy hard_max_staleness lag_of selection auto"),
@@ -114,8 +120,8 @@ RULES = (
         "It is part of the objective, and decides whether the checkpoint has a critic.",
     ),
     Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),
-    Rule("recorded", _of("loss", "noise_floor"), "It only splits numbers that are shown."),
-    Rule("recorded", ("loss.noise_floor: file",), "It only splits numbers that are shown."),
+    Rule("recorded", _of("loss", "noise_floor"), "It only affects reported numbers."),
+    Rule("recorded", ("loss.noise_floor: file",), "It only affects reported numbers."),
     Rule(
         "refused",
         _of(
@@ -132,49 +138,49 @@ RULES = (
     ),
     Rule("refused", _of("critic", "loss_coef value_clip"), "It is part of the objective."),
     Rule("refused", _of("lora", "rank alpha target_modules"), "The checkpoint holds an adapter of this shape."),
-    Rule("recorded", _of("train", "num_steps"), "A run may be given more steps. A schedule that decays is stretched."),
+    Rule("recorded", _of("train", "num_steps"), "A run may be given more steps. A decaying schedule is stretched."),
     Rule("recorded", _of("train", "learning_rate"), "`offbeat set` may change it during the run, too."),
     Rule(
         "recorded",
         _of("train", "lr_schedule warmup_steps on_policy_ess max_grad_norm"),
-        "It says how far each further step goes.",
+        "It decides how large the remaining steps are.",
     ),
     Rule(
         "refused",
         _of("train", "weight_decay adam_betas"),
-        "The checkpoint's optimizer has it, and would go on with its own value.",
+        "The checkpoint's optimizer contains it, and would keep its own value.",
     ),
     Rule(
         "refused",
         _of("train", "groups_per_step steps_per_batch epochs_per_batch"),
-        "Each step would train on other groups.",
+        "Each step would train on a different set of groups.",
     ),
     Rule("refused", _of("train", "fp32_head"), "The log-probs are computed with it."),
-    Rule("refused", _of("train", "zero_stage deepspeed"), "The optimizer's state is stored in its shape."),
+    Rule("refused", _of("train", "zero_stage deepspeed"), "The optimizer's state is stored in a form that depends on it."),
     Rule(
         "recorded",
         _of("train", "micro_batch_tokens sequence_parallel_size activation_checkpointing"),
-        "It trades memory for time.",
+        "It only trades memory for time.",
     ),
     Rule("recorded", _of("train", "compile"), "Compiled layers round differently, within a dtype's precision."),
     Rule(
         "recorded",
         _of("train", "checkpoint_interval keep_checkpoints max_failed_leases no_actor_timeout_s no_group_timeout_s"),
-        "It says what is kept, and when the run is given up.",
+        "It only decides what is kept, and when the run is given up.",
     ),
     Rule(
         "recorded",
         _of("hub", "address bind key learner_key allowed_keys max_actors heartbeat_s dead_after_s max_message_mb"),
-        "It says how services find and trust each other.",
+        "It only decides how services find and trust each other.",
     ),
-    Rule("recorded", _of("log", "enabled fsync segment_mb retain_mb min_free_mb"), "It says how groups are kept."),
+    Rule("recorded", _of("log", "enabled fsync segment_mb retain_mb min_free_mb"), "It only decides how groups are kept."),
     Rule(
         "recorded",
         _of(
             "weights",
             "backend port pull_port delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
         ),
-        "It says how weights travel.",
+        "It only decides how weights are sent.",
     ),
     Rule(
         "recorded",
@@ -193,15 +199,15 @@ RULES = (
     Rule(
         "recorded",
         _of("metrics", "tensorboard wandb_project mlflow_experiment trackio_project bind actor_bind callback routing_interval"),
-        "It says what is shown.",
+        "It only decides what is reported, and where.",
     ),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),
     Rule("recorded", _of("scale", "actors auto min max max_actor_hours"), "`offbeat set` may change it during the run, too."),
-    Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in as many parts."),
+    Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in one part for each process."),
     Rule(
         "recorded",
         ("software: offbeat", "software: python", "software: torch", "software: deepspeed", "software: transformers"),
-        "A newer version may end a fault. Numbers may change in their last digits.",
+        "A newer version may fix a fault. Results may change in their last digits.",
     ),
 )
 

@@ -127,7 +127,7 @@ class EndedLease(NamedTuple):
     duration_s: float = math.nan
     """Time that its group took to generate; without a group, time until the lease was given up, a lower bound."""
     reward: float = math.nan
-    """Mean reward of its completions, as the task gave it."""
+    """Mean reward of its completions, before any scaling or penalty."""
     ready_at: float = math.nan
     """Time at which its group entered the buffer, seconds since the epoch."""
     taken_at: float = math.nan
@@ -135,7 +135,7 @@ class EndedLease(NamedTuple):
     num_turns: float = math.nan
     """Mean turns of its episodes; nan without an environment, as the next."""
     environment_s: float = math.nan
-    """Mean seconds in which the functions of its episodes had the word."""
+    """Mean seconds that the functions of its episodes spent outside of the model's turns."""
 
 
 class Distribution(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ class Rollout(NamedTuple):
     context_ids: NDArray[np.int32] = _NO_CONTEXT
     """The context of all turns, concatenated."""
     environment_s: float = 0.0
-    """Seconds in which the episode's function had the word; 0 without an environment."""
+    """Seconds that the episode's function spent outside of the model's turns; 0 without an environment."""
 
     @property
     def num_turns(self) -> int:
