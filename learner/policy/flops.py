@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from offbeat.common.models.families import backbone
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.packed_attention import attention_heads
+from offbeat.learner.policy.packed_attention import Heads, attention_heads
 from offbeat.learner.policy.packing import Pack, Span
 from offbeat.learner.policy.zero import full_shape
 
@@ -46,6 +47,8 @@ PUBLISHED = {
 
 A key is a run of words of torch's device name. Of several that fit, the first counts.
 """
+_ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Types of layers that attend, in a config's `layer_types`."""
 _MEASURE_S = 0.05
 """Seconds for which products are repeated; one more may begin within them."""
 _SIZES = {"cpu": 512, "cuda": 8192}
@@ -117,12 +120,15 @@ class FlopCounter:
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             num_experts = fields.get(name) or num_experts
         self._checkpointing = checkpointing
-        self._layers = _count_entries(policy.base_model, expert_share=per_token / num_experts)
+        self._layers = _count_entries(backbone(policy), expert_share=per_token / num_experts)
         outputs = [module.head.output_layer, *([module.value_head] if module.value_head is not None else [])]
         self._head = _Matrices(*(sum(values) for values in zip(*map(_count_entries, outputs), strict=True)))
-        heads = attention_heads(policy)
+        # A state-space model has none.
+        heads = attention_heads(policy) if fields.get("num_attention_heads") else Heads(0, 0, 0)
         self._query_size = heads.num_heads * heads.head_size
-        self._windows = _windows(fields["num_hidden_layers"], fields.get("layer_types"), fields.get("sliding_window"))
+        self._windows = _windows(
+            policy.config.get_text_config().num_hidden_layers, fields.get("layer_types"), fields.get("sliding_window")
+        )
 
     def count_training(self, pack: Pack) -> Flops:
         """Count a forward and a backward pass.
@@ -175,6 +181,9 @@ def _windows(num_layers: int, types: list[str] | None, window: int | None) -> di
     """Return the number of layers with each window of attention, None for no window."""
     # A model without types has its window, if any, in all layers.
     num_sliding = (num_layers if types is None else types.count("sliding_attention")) if window else 0
+    if types is not None:
+        # Others, such as linear attention, have no pairs of queries and keys.
+        num_layers = sum(types.count(kind) for kind in _ATTENTION_TYPES)
     return {window: num_sliding, None: num_layers - num_sliding} if num_sliding else {None: num_layers}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.common.models.images import ImageFile, ImagePatches, ImageReader
-from offbeat.learner.policy.packing import Pack, PackedImages
+from offbeat.learner.policy.packing import Pack, PackedImages, WholeRows
 
 
 class ImagePacker:
@@ -74,9 +74,14 @@ def prompt_positions(is_image: NDArray[np.bool_], images: Sequence[ImagePatches]
 
 
 def image_states(
-    policy: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, images: PackedImages, **options: Any
+    policy: PreTrainedModel,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    images: PackedImages,
+    rows: WholeRows | None,
+    **options: Any,
 ) -> Tensor:
-    """Return the last hidden states of a pack with images, `[num_inputs, hidden_size]`.
+    """Return the last hidden states of a pack with images, `[num_inputs, hidden_size]`, computed in `rows` if there are any.
 
     `options` are further arguments of the policy's language model. Only the prompts' own image tokens are replaced: a policy
     may sample that token too, and the engine treats it as text.
@@ -90,16 +95,18 @@ def image_states(
         embeddings = embeddings + 0.0 * features.sum().to(embeddings.dtype)
     embeddings = embeddings.index_copy(0, images.inputs, features[:num_tokens].to(embeddings.dtype))
     if "deepstack_features" in outputs:
+        assert rows is None, "a model with these can be packed"
         # Qwen3-VL: features of the tower's inner layers, added to the first layers' states.
         inner = [torch.cat(list(of_layer)) for of_layer in outputs.deepstack_features]
         if not num_tokens:
             embeddings = embeddings + 0.0 * torch.stack(inner).sum().to(embeddings.dtype)
         options["visual_pos_masks"] = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.inputs, True)[None]
         options["deepstack_visual_embeds"] = [of_layer[:num_tokens] for of_layer in inner]
-    outputs = base.language_model(
-        inputs_embeds=embeddings[None], position_ids=position_ids[:, None], use_cache=False, **options
-    )
-    return outputs.last_hidden_state[0]
+    inputs = torch.arange(len(token_ids), device=token_ids.device)[None] if rows is None else rows.inputs
+    states = base.language_model(
+        inputs_embeds=embeddings[inputs], position_ids=position_ids[:, inputs], use_cache=False, **options
+    ).last_hidden_state.flatten(0, 1)
+    return states if rows is None else states.index_select(0, rows.places)
 
 
 def _blank(reader: ImageReader) -> ImagePatches:

@@ -27,8 +27,7 @@ from offbeat.common.settings.sequence_parallel import SETTING
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter, merged_parameters
-from offbeat.learner.policy.packed_attention import check_packing, packed_logprobs
-from offbeat.learner.policy.packing import pack
+from offbeat.learner.policy.packed_attention import find_packing_obstacle, make_trial, packed_logprobs
 from offbeat.learner.policy.sequence_parallel import SequenceGroup, check_model_heads
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
 def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:
     """Load the policy for training, with an adapter and a value head if the settings ask for them.
 
-    Raises ValueError for a model that cannot be packed (`check_packing`), TypeError for one whose output layer is no Linear.
+    Raises TypeError for a model whose output layer is no Linear.
     """
     policy = _load("model.path", config.model.path, config)
     check_model_heads(policy.config, config.train.sequence_parallel_size)
@@ -77,27 +76,29 @@ def load_reference(config: Config, device: torch.device, sequence_group: Sequenc
 
 @torch.no_grad()
 def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.device) -> None:
-    """Raise `SettingError` for a model that cannot be packed, or that changes its logits after the output layer.
+    """Choose between packs and whole rows, and raise `SettingError` for a model whose log-probs are not its own in either.
 
-    `CompletionLogprobs` computes logits from the output layer alone.
+    `CompletionLogprobs` computes logits from the output layer alone. A collective under ZeRO-3.
     """
-    cure = "Train a model with another architecture."
-    try:
-        check_packing(module.policy)
-    except ValueError as error:
-        raise SettingError("model.path", model.path, str(error), cure) from error
-    row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
-    packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
+    policy = module.policy
+    if module.packing_obstacle is None:
+        module.packing_obstacle = find_packing_obstacle(policy)
+    if module.packing_obstacle is not None:
+        _accept_rows(module, module.packing_obstacle, model.path)
+    trial = make_trial(policy)
+    packed = trial.packed.to(device)
     with module.whole_packs():
         logprobs, _, _ = module(*packed.inputs, 1.0)
-    difference = (logprobs - packed_logprobs(module.policy, packed)).abs().max().item()
-    if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
+    expected = packed_logprobs(policy, packed) if module.packing_obstacle is None else trial.plain_logprobs(policy)
+    difference = (logprobs - expected).abs().max().item()
+    # `not <=` refuses nan too.
+    if not difference <= _MAX_HEAD_DIFFERENCE[model.dtype]:
         raise SettingError(
             "model.path",
             model.path,
-            f"the model changes its logits after the output layer (soft-capping or scaling; log-probs differ by "
-            f"{difference:.3g}), which is not supported",
-            cure,
+            f"the log-probs that the learner computes differ by {difference:.3g} from those of the model's own forward pass "
+            f"({type(policy).__name__}): it changes its logits after the output layer, or its tokens depend on later ones",
+            "Train a model with another architecture.",
         )
     if module.sequence_group is not None:
         shared, _, _ = module(*packed.inputs, 1.0)
@@ -105,6 +106,19 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
         if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
             problem = f"the model's log-probs differ by {difference:.3g} when ranks share a pack"
             raise SettingError(SETTING, module.sequence_group.size, problem, "Set it to 1, or train another architecture.")
+
+
+def _accept_rows(module: CompletionLogprobs, obstacle: str, path: str) -> None:
+    """Say that the model computes whole rows, and what that costs; raise `SettingError` where ranks are to share packs."""
+    if module.sequence_group is not None:
+        problem = f"ranks share packs, and the model {path!r} cannot be packed: {obstacle}"
+        raise SettingError(SETTING, module.sequence_group.size, problem, "Set it to 1.")
+    logger.info(
+        "%s is not packed, because %s: each completion is computed in a row of its own with its prompt, padded to the longest "
+        "of its micro-batch; prompts cost as many times more as groups have completions",
+        path,
+        obstacle,
+    )
 
 
 def _load(setting: str, path: str, config: Config) -> PreTrainedModel:

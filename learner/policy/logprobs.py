@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own convention
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from offbeat.common.models.families import backbone
 from offbeat.learner.policy.images import image_states
 from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
-from offbeat.learner.policy.packing import PackedImages, Span
+from offbeat.learner.policy.packing import PackedImages, Span, WholeRows, whole_rows
 from offbeat.learner.policy.sequence_parallel import SequenceGroup
 
 Packed = Tensor | tuple[torch.device, Tensor]
@@ -57,11 +58,13 @@ def token_logprobs(
     max_chunk_logits: int = MAX_CHUNK_LOGITS,
     fp32_head: bool = False,
     with_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log p_t(y_t)` and the entropy `H_t = -sum_v p_t(v) log p_t(v)` of `p_t = softmax(z_t / temperature)`.
 
-    `z_t = hidden_states_t @ weight.T + bias`, `y = token_ids`. Both results are `[num_tokens]` float32; the entropy is
-    None unless `with_entropy`. Differentiable, once, with respect to states, weight and bias:
+    `z_t = hidden_states_t @ weight.T + bias`, `y = token_ids`; with a `softcap` c, `c tanh(z_t / c)` takes the place of
+    `z_t`. Both results are `[num_tokens]` float32; the entropy is None unless `with_entropy`. Differentiable, once, with
+    respect to states, weight and bias:
     `d log p(y) / dz_v = (1[v = y] - p_v) / temperature` and `d H / dz_v = -p_v (log p_v + H) / temperature`.
 
     `hidden_states`: `[num_tokens, hidden_size]`, the states that predict the tokens; `weight`: `[vocab_size,
@@ -73,7 +76,7 @@ def token_logprobs(
     gradient is then final for each chunk, and the sums over chunks are no larger than the states.
     """
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy
+        hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy, softcap
     )
 
 
@@ -91,16 +94,19 @@ class _TokenLogprobs(torch.autograd.Function):
         max_chunk_logits: int,
         fp32_head: bool,
         with_entropy: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.settings = (temperature, max_chunk_logits, fp32_head)
+        ctx.settings = (temperature, max_chunk_logits, fp32_head, softcap)
         states = hidden_states.float() if fp32_head else hidden_states
         target_logits = states.new_zeros(len(states), dtype=torch.float32)
         # Sums over chunks are float64: it costs little, and there may be many chunks.
         log_normalizers = torch.full_like(target_logits, -torch.inf, dtype=torch.float64)
         mean_logits = torch.zeros_like(log_normalizers)
         for chunk in _chunks(weight, len(states), max_chunk_logits):
-            logits = _logits(states, weight[chunk].to(states.dtype), None if bias is None else bias[chunk], temperature)
+            logits = _logits(
+                states, weight[chunk].to(states.dtype), None if bias is None else bias[chunk], temperature, softcap
+            )
             inside, columns = _columns(token_ids, chunk)
             target_logits = torch.where(inside, logits.gather(1, columns).squeeze(1), target_logits)
             largest = logits.amax(dim=1, keepdim=True)
@@ -125,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropies = gradients
         hidden_states, weight, bias, token_ids, log_normalizers, entropies = ctx.saved_tensors
-        temperature, max_chunk_logits, fp32_head = ctx.settings
+        temperature, max_chunk_logits, fp32_head, softcap = ctx.settings
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden_states.float() if fp32_head else hidden_states
         if grad_logprobs is None:
@@ -135,7 +141,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if needs_bias else None
         for chunk in _chunks(weight, len(states), max_chunk_logits):
             chunk_weight = weight[chunk].to(states.dtype)
-            logits = _logits(states, chunk_weight, None if bias is None else bias[chunk], temperature)
+            logits = _logits(states, chunk_weight, None if bias is None else bias[chunk], temperature, softcap)
+            slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
             chunk_logprobs = logits.sub_(log_normalizers[:, None])
             if grad_entropies is None:
                 grad_logits = chunk_logprobs.exp_().mul_(-grad_logprobs[:, None])
@@ -148,6 +155,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, columns, torch.where(inside, grad_logprobs, 0.0)[:, None])
             if temperature != 1.0:
                 grad_logits.div_(temperature)
+            if slope is not None:
+                grad_logits.mul_(slope)
             if grad_bias is not None:
                 grad_bias[chunk] = grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
@@ -160,7 +169,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight[chunk] = grad_logits.T @ states
         if grad_states is not None:
             grad_states = grad_states.to(hidden_states.dtype)
-        return grad_states, grad_weight, grad_bias, None, None, None, None, None
+        return grad_states, grad_weight, grad_bias, *[None] * 6
 
 
 def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[slice]:
@@ -170,9 +179,13 @@ def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[
         yield slice(start, min(start + size, len(weight)))
 
 
-def _logits(states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(
+    states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, temperature: float, softcap: float | None
+) -> Tensor:
     """Return logits `[num_tokens, chunk]` float32, which the caller may overwrite."""
     logits = F.linear(states, chunk_weight, None if chunk_bias is None else chunk_bias.to(states.dtype)).float()
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -182,11 +195,31 @@ def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, token_ids - chunk.start, 0)[:, None]
 
 
+class LogitRule(NamedTuple):
+    """The changes that a model makes to its output layer's logits: `softcap tanh(factor z / softcap)`."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+    """None: no soft-capping."""
+
+
+def logit_rule(config: PretrainedConfig) -> LogitRule:
+    """Return the rule that a model's config names; `learner.policy.loading.check_policy` tests if it is the whole one."""
+    fields = config.get_text_config().to_dict()
+    # Falcon-H1; Cohere; Granite, which divides by what HyperCLOVA multiplies with.
+    factor = (fields.get("lm_head_multiplier") or 1.0) * (fields.get("logit_scale") or 1.0)
+    scaling = fields.get("logits_scaling") or 1.0
+    factor *= scaling if str(fields.get("model_type")).startswith("hyperclovax") else 1 / scaling
+    # Gemma; Recurrent Gemma.
+    return LogitRule(factor, fields.get("final_logit_softcapping") or fields.get("logits_soft_cap"))
+
+
 class CompletionHead(nn.Module):
     """The policy's output layer, applied to the states that predict completion tokens."""
 
-    def __init__(self, output_layer: nn.Linear, *, max_chunk_logits: int, fp32_head: bool) -> None:
+    def __init__(self, output_layer: nn.Linear, *, max_chunk_logits: int, fp32_head: bool, rule: LogitRule) -> None:
         super().__init__()
+        self._rule = rule
         self.output_layer = output_layer
         self._max_chunk_logits = max_chunk_logits
         self._fp32_head = fp32_head
@@ -200,9 +233,10 @@ class CompletionHead(nn.Module):
             self.output_layer.weight,
             self.output_layer.bias,
             token_ids,
-            temperature=temperature,
+            temperature=temperature / self._rule.factor,
             max_chunk_logits=self._max_chunk_logits,
             fp32_head=self._fp32_head,
+            softcap=None if self._rule.softcap is None else self._rule.softcap / self._rule.factor,
             # Frozen passes need no entropy, and it costs them a chunk of logits more.
             with_entropy=torch.is_grad_enabled(),
         )
@@ -211,9 +245,11 @@ class CompletionHead(nn.Module):
 class CompletionLogprobs(nn.Module):
     """The policy as it is trained: a pack in, one log-prob per completion token out.
 
-    Switches `policy` to packed attention; `learner.policy.packed_attention.check_packing` tests if that worked. With
-    `value_head` there is a critic on the policy's states. It starts at 0, is trained and saved in checkpoints, and is not a
-    part of `policy`, so actors do not get it.
+    Switches `policy` to packed attention where it can; `learner.policy.loading.check_policy` tests if that worked. A policy
+    that cannot be packed keeps its own attention, and computes the completions of a pack as `WholeRows`.
+
+    With `value_head` there is a critic on the policy's states. It starts at 0, is trained and saved in checkpoints, and is not
+    a part of `policy`, so actors do not get it.
 
     With `sequence_group` every rank of the group passes the same pack, computes a share of it, and gets all results.
     With `offloads` the policy's activations wait for the backward pass in the host's memory.
@@ -233,11 +269,14 @@ class CompletionLogprobs(nn.Module):
         output_layer = policy.get_output_embeddings()
         if not isinstance(output_layer, nn.Linear):
             raise TypeError(f"the policy's output layer is {type(output_layer).__name__}; only a plain Linear is supported")
-        use_packed_attention(policy)
+        self.packing_obstacle = use_packed_attention(policy)
+        """The reason for which the policy cannot be packed; None where it is."""
         self.policy = policy
         self.sequence_group = sequence_group
         self._offloads = offloads
-        self.head = CompletionHead(output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head)
+        self.head = CompletionHead(
+            output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head, rule=logit_rule(policy.config)
+        )
         self.value_head: nn.Linear | None = None
         if value_head:
             weight = output_layer.weight
@@ -265,18 +304,11 @@ class CompletionLogprobs(nn.Module):
             token_ids, position_ids, spans = group.take_share(token_ids, position_ids, spans)
             is_own = predictors % group.size == group.rank
             predictors, targets = predictors[is_own] // group.size, targets[is_own]
-        placed_spans = PlacedSpans(spans, token_ids.device, group)
-        placed_spans.arrange(self.policy.dtype)
         with kept_on_host() if self._offloads else nullcontext():
-            if images is None:
-                states = self.policy.base_model(
-                    input_ids=token_ids[None],
-                    position_ids=position_ids[None],
-                    use_cache=False,
-                    placed_spans=placed_spans,
-                ).last_hidden_state[0]
+            if self.packing_obstacle is None:
+                states = self._packed_states(token_ids, position_ids, PlacedSpans(spans, token_ids.device, group), images)
             else:
-                states = image_states(self.policy, token_ids, position_ids, images, placed_spans=placed_spans)
+                states = self._row_states(token_ids, position_ids, whole_rows(spans, token_ids.device), images)
         states = states.index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)
         values = self.value_head(states).squeeze(-1).float() if self.value_head is not None else None
@@ -284,6 +316,26 @@ class CompletionLogprobs(nn.Module):
             return logprobs, entropies, values
         entropies, values = (None if part is None else group.merge(part, is_own) for part in (entropies, values))
         return group.merge(logprobs, is_own), entropies, values
+
+    def _packed_states(
+        self, token_ids: Tensor, position_ids: Tensor, placed_spans: PlacedSpans, images: PackedImages | None
+    ) -> Tensor:
+        """Return the last states of a pack's inputs, `[num_inputs, hidden_size]`."""
+        placed_spans.arrange(self.policy.dtype)
+        if images is not None:
+            return image_states(self.policy, token_ids, position_ids, images, None, placed_spans=placed_spans)
+        outputs = backbone(self.policy)(
+            input_ids=token_ids[None], position_ids=position_ids[None], use_cache=False, placed_spans=placed_spans
+        )
+        return outputs.last_hidden_state[0]
+
+    def _row_states(self, token_ids: Tensor, position_ids: Tensor, rows: WholeRows, images: PackedImages | None) -> Tensor:
+        """Return the last states of a pack's inputs, `[num_inputs, hidden_size]`, each computed in a whole row."""
+        if images is not None:
+            return image_states(self.policy, token_ids, position_ids, images, rows)
+        # Positions that stand still in the padding would be taken for packed sequences.
+        states = backbone(self.policy)(input_ids=token_ids[rows.inputs], use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, rows.places)
 
     @contextmanager
     def whole_packs(self) -> Iterator[None]:

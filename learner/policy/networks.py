@@ -36,7 +36,7 @@ from offbeat.learner.policy.loading import (
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_name, base_parameters, merged_parameters, merged_weight, without_adapter
 from offbeat.learner.policy.packed_attention import use_newest_flash_attention
-from offbeat.learner.policy.packing import Pack, pack, unpack
+from offbeat.learner.policy.packing import Pack, pack, unpack, whole_rows
 from offbeat.learner.policy.process_group import LearnerRank, gather_tensors
 from offbeat.learner.policy.routing_replay import make_replay
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
@@ -101,7 +101,8 @@ class Networks:
         self.zero_stage: int = deepspeed["zero_optimization"]["stage"]
         self.engine: Any = make_engine(self.module, deepspeed, config.train)
         check_policy(self.module, config.model, place.device)
-        use_newest_flash_attention(self.policy, place.device)
+        if self.packs:
+            use_newest_flash_attention(self.policy, place.device)
         if compiles_layers(config, self.policy.config, place.device):
             compile_layers(self.policy)
         self._replay = make_replay(self.module, config.loss.routing_replay)
@@ -111,6 +112,7 @@ class Networks:
         # An adapted policy needs no second model: without its adapter it is the initial policy.
         if self._has_reference and (kl.reference or not config.lora.rank):
             self.reference = load_reference(config, place.device, sequence_group)
+            check_policy(self.reference, config.model, place.device)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -121,6 +123,11 @@ class Networks:
     def has_critic(self) -> bool:
         """The policy has a value head."""
         return self.module.value_head is not None
+
+    @property
+    def packs(self) -> bool:
+        """The policy computes packs; else it computes whole rows."""
+        return self.module.packing_obstacle is None
 
     # Passes
 
@@ -140,7 +147,10 @@ class Networks:
         if needs_proximal or self.has_critic:
             with self._replay.note() as noted:
                 outputs = self._run(self.module, packed)
-            frozen = FrozenOutputs(outputs.logprobs if needs_proximal else None, values=outputs.values, experts=noted())
+            experts = noted()
+            if experts is not None and not self.packs:
+                experts = experts[whole_rows(packed.spans, experts.device).places]
+            frozen = FrozenOutputs(outputs.logprobs if needs_proximal else None, values=outputs.values, experts=experts)
         if self._has_reference:
             with contextlib.nullcontext() if self.reference is not None else without_adapter(self.policy):
                 outputs = self._run(self.reference or self.module, packed)
@@ -149,7 +159,11 @@ class Networks:
 
     def _run(self, network: nn.Module, packed: Pack) -> Outputs:
         """Run a `CompletionLogprobs`, or the DeepSpeed engine around one."""
-        self._replay.force(packed.experts)
+        if packed.experts is None or self.packs:
+            self._replay.force(packed.experts)
+        else:
+            rows = whole_rows(packed.spans, packed.experts.device)
+            self._replay.force(packed.experts[rows.inputs.flatten()], places=rows.places)
         logprobs, entropies, values = network(*packed.inputs, self._config.rollout.temperature, packed.images)
         return Outputs(
             unpack(logprobs, packed.lengths),

@@ -15,6 +15,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
 from offbeat.learner.policy.packing import Pack, Span, pack
 from offbeat.learner.policy.sequence_parallel import SequenceGroup
 
@@ -164,26 +165,22 @@ def _prefix_inputs(span: Span) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in span.prefix)])
 
 
-def use_packed_attention(policy: PreTrainedModel) -> None:
-    """Make the policy's layers call `packed_attention` instead of their own attention.
+def use_packed_attention(policy: PreTrainedModel) -> str | None:
+    """Make the policy's layers call `packed_attention` instead of their own attention, or return why they cannot.
 
-    Raises ValueError for a class of models whose layers ignore transformers' register of attention functions, or that have
-    layers of other types, such as convolutions, which would mix completions.
+    They keep their own where packing would mix completions, and where they ignore transformers' register of attention
+    functions. Nothing is computed; see `find_packing_obstacle`.
     """
+    obstacle = mixing_obstacle(policy)
+    if obstacle is not None:
+        set_attention(policy, plain_attention(policy))
+        return obstacle
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    _set_attention(policy, ATTENTION_NAME)
-    config = policy.config.get_text_config()
-    if config._attn_implementation != ATTENTION_NAME:
-        raise ValueError(f"{_model(policy)}: {type(policy).__name__} has an attention of its own, which cannot be packed")
-    unknown = set(config.to_dict().get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(f"{_model(policy)} has layers of type {', '.join(sorted(unknown))}, which cannot be packed")
-
-
-def _set_attention(policy: PreTrainedModel, name: str) -> None:
-    """Make the text's layers use this attention. A vision tower, which sees whole images, keeps torch's."""
-    parts = policy.config.sub_configs
-    policy.set_attn_implementation({part: name if part == "text_config" else "sdpa" for part in parts} if parts else name)
+    set_attention(policy, ATTENTION_NAME)
+    if policy.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        set_attention(policy, plain_attention(policy))
+        return "it has an attention of its own"
+    return None
 
 
 def packed_attention(
@@ -271,37 +268,58 @@ def _visible(shape: Shape, window: int | None, device: torch.device) -> Tensor:
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
 
-@torch.no_grad()
-def check_packing(policy: PreTrainedModel) -> None:
-    """Raise ValueError for a policy whose log-probs in a pack differ from those of its own attention without packing.
+class Trial(NamedTuple):
+    """A few random tokens, on which a policy's passes are compared."""
 
-    Runs the model six times on a few tokens; under ZeRO-3 every rank must call. Windows longer than those tokens are not
-    tested.
-    """
-    use_packed_attention(policy)
+    sequences: Sequence[tuple[NDArray[np.int32], Sequence[NDArray[np.int32]]]]
+    packed: Pack
+
+    @torch.no_grad()
+    def plain_logprobs(self, policy: PreTrainedModel) -> Tensor:
+        """Return the log-probs of the pack's completion tokens from one pass for each completion, with eager attention."""
+        used = policy.config.get_text_config()._attn_implementation
+        set_attention(policy, "eager")
+        try:
+            return torch.cat(
+                [_plain_logprobs(policy, prompt, one) for prompt, completions in self.sequences for one in completions]
+            )
+        finally:
+            set_attention(policy, used)
+
+
+def make_trial(policy: PreTrainedModel) -> Trial:
+    """Return tokens of the policy's vocabulary, the same on every rank."""
     random = np.random.default_rng(0)
     vocab_size = policy.config.get_text_config().vocab_size
     sequences = [
         (_tokens(random, vocab_size, prompt_length), [_tokens(random, vocab_size, length) for length in completion_lengths])
         for prompt_length, completion_lengths in ((5, (7, 2, 1)), (3, (6, 9)))
     ]
-    packed = pack(sequences).to(policy.device)
+    return Trial(sequences, pack(sequences).to(policy.device))
+
+
+@torch.no_grad()
+def find_packing_obstacle(policy: PreTrainedModel) -> str | None:
+    """Make the policy's layers attend within packs, or return why they cannot and leave them their own attention.
+
+    A policy whose log-probs in a pack differ from those of its own attention without packing cannot. Runs the model six times
+    on a few tokens; under ZeRO-3 every rank must call. Windows longer than those tokens are not tested.
+    """
+    obstacle = use_packed_attention(policy)
+    if obstacle is not None:
+        return obstacle
+    trial = make_trial(policy)
     try:
-        logprobs = packed_logprobs(policy, packed)
+        logprobs = packed_logprobs(policy, trial.packed)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{_model(policy)}: {type(policy).__name__} cannot be packed: {error}") from error
-    _set_attention(policy, "eager")
-    try:
-        plain = [_plain_logprobs(policy, prompt, completion) for prompt, completions in sequences for completion in completions]
-    finally:
-        _set_attention(policy, ATTENTION_NAME)
-    difference = (logprobs - torch.cat(plain)).abs().mean().item()
+        set_attention(policy, plain_attention(policy))
+        return str(error)
+    difference = (logprobs - trial.plain_logprobs(policy)).abs().mean().item()
     # `not <=` refuses nan too.
     if not difference <= _MAX_MEAN_DIFFERENCE[policy.dtype]:
-        raise ValueError(
-            f"{_model(policy)}: {type(policy).__name__} cannot be packed: "
-            f"the log-probs of tokens differ by {difference:.3g} on average from those outside a pack"
-        )
+        set_attention(policy, plain_attention(policy))
+        return f"the log-probs of tokens differ by {difference:.3g} on average from those outside a pack"
+    return None
 
 
 def _tokens(random: np.random.Generator, vocab_size: int, length: int) -> NDArray[np.int32]:
@@ -327,10 +345,6 @@ def _plain_logprobs(policy: PreTrainedModel, prompt: NDArray[np.int32], completi
 
 def _gathered_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     return logits.float().log_softmax(dim=-1).gather(-1, token_ids[:, None]).squeeze(-1)
-
-
-def _model(policy: PreTrainedModel) -> str:
-    return f"model.path: {policy.name_or_path!r}"
 
 
 GENERATIONS = {9: ("FA3", "FA4"), 10: ("FA4",)}

@@ -110,6 +110,38 @@ class Pack(NamedTuple):
         )
 
 
+class WholeRows(NamedTuple):
+    """The inputs of a pack as rows of whole sequences, for a model that cannot be packed.
+
+    A row is a completion with all that is before it, its prompt included; an input that several completions share is in the row
+    of each. Rows are padded on the right, which no input sees in a model that only looks back.
+    """
+
+    inputs: Tensor
+    """Input of the pack in each place, `[num_rows, longest]` int64; padding repeats the row's last."""
+    places: Tensor
+    """One place of each input among those of all rows, `[num_inputs]` int64. In each of its places an input has the same
+    sequence before it, so any will do."""
+
+
+def whole_rows(spans: Sequence[Span], device: torch.device) -> WholeRows:
+    """Arrange the inputs of a pack's spans as rows of whole sequences."""
+    places = np.full(sum(span.length for span in spans), -1)
+    rows: list[NDArray[np.int64]] = []
+    # From the last: a span whose end is part of a later one's prefix needs no row of its own.
+    for span in reversed(spans):
+        end = span.start + span.length
+        if places[end - 1] < 0:
+            parts = (*span.prefix, range(span.start, end))
+            rows.append(np.concatenate([np.arange(part.start, part.stop) for part in parts]))
+            places[rows[-1]] = 0
+    longest = max(map(len, rows))
+    inputs = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
+    for number, row in enumerate(rows):
+        places[row] = number * longest + np.arange(len(row))
+    return WholeRows(torch.from_numpy(inputs).to(device), torch.from_numpy(places).to(device))
+
+
 def num_inputs(completion: TokenIds | Turns) -> int:
     """Count the inputs that `pack` makes of one completion."""
     if isinstance(completion, Turns):

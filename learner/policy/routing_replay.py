@@ -26,6 +26,7 @@ class RoutingReplay:
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy
         self._experts: Tensor | None = None
+        self._places: Tensor | None = None
         self._num_slots = torch.zeros(2, dtype=torch.float64)
         """Slots whose expert was forced, and those of them for which the routers would have chosen another one."""
         self._num_layers = 0
@@ -33,12 +34,14 @@ class RoutingReplay:
             router.forward = self._replaying(layer, router.forward)
             self._num_layers += 1
 
-    def force(self, experts: Tensor | None) -> None:
+    def force(self, experts: Tensor | None, *, places: Tensor | None = None) -> None:
         """Choose these experts in every pass from now on; None: let the routers choose.
 
         `experts` `[tokens, layers, top_k]`, integers: for each input of the pass, in each layer with a router, distinct experts
-        in any order. A backward pass may run routers again, so the experts have to stay until it has ended.
+        in any order. A backward pass may run routers again, so the experts have to stay until it has ended. Metrics are of the
+        tokens at `places`; None for all.
         """
+        self._places = places
         self._experts = None if experts is None else experts.long()
 
     def forget(self) -> None:
@@ -77,9 +80,10 @@ class RoutingReplay:
                 return forward(*args, **kwargs)
             with _GivenExperts(self._experts[:, layer]) as given:
                 output = forward(*args, **kwargs)
-            if given.num_changed is None:
+            if given.changed is None:
                 raise RuntimeError(f"router {layer} did not choose among the experts of {len(self._experts)} tokens")
-            self._num_slots += torch.tensor([self._experts[:, layer].numel(), int(given.num_changed)])
+            changed = given.changed if self._places is None else given.changed[self._places]
+            self._num_slots += torch.tensor([changed.numel(), int(changed.sum())])
             return output
 
         return replay
@@ -101,8 +105,8 @@ class _GivenExperts(TorchFunctionMode):
 
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts
-        self.num_changed: Tensor | None = None
-        """Slots whose expert the router would not have chosen; None before it has."""
+        self.changed: Tensor | None = None
+        """Slots whose expert the router would not have chosen, `[tokens, top_k]` bool; None before it has."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -111,7 +115,7 @@ class _GivenExperts(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk) or result[1].shape != self._experts.shape:
             return result
         experts = self._experts.to(result[1].device)
-        self.num_changed = (experts[..., :, None] != result[1][..., None, :]).all(dim=-1).sum()
+        self.changed = (experts[..., :, None] != result[1][..., None, :]).all(dim=-1)
         return _Chosen(args[0].gather(-1, experts), experts)
 
 

@@ -15,7 +15,7 @@ from offbeat.learner.diagnostics.row_statistics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.anchors import group_logprob
 from offbeat.learner.policy.images import ImagePacker
-from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
+from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack, whole_rows
 
 
 class TrainingRow(NamedTuple):
@@ -119,7 +119,9 @@ def make_rows(
     return rows
 
 
-def assign_rows(rows: Sequence[TrainingRow], *, micro_batch_tokens: int, world_size: int) -> list[list[list[TrainingRow]]]:
+def assign_rows(
+    rows: Sequence[TrainingRow], *, micro_batch_tokens: int, world_size: int, packs: bool = True
+) -> list[list[list[TrainingRow]]]:
     """Assign every row to a rank and a micro-batch, `[rank][micro_batch][row]`; the result is the same on every rank.
 
     Ranks that share their packs count as one.
@@ -128,18 +130,50 @@ def assign_rows(rows: Sequence[TrainingRow], *, micro_batch_tokens: int, world_s
     split if it has more than `micro_batch_tokens`, or more than a rank's share of all tokens. Ranks get about the same number
     of tokens; a micro-batch gets at most `micro_batch_tokens`, or one longer row. Every rank gets the same number of
     micro-batches, some without rows, because each micro-batch is a round of collectives.
+
+    Without `packs` a micro-batch is computed as whole rows (`learner.policy.packing.whole_rows`): groups are not kept together,
+    and the tokens of a micro-batch are its rows times the longest of them.
     """
-    share = math.ceil(sum(len(row.prompt_token_ids) + _num_inputs([row]) for row in rows) / world_size)
-    pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
+    if packs:
+        share = math.ceil(sum(len(row.prompt_token_ids) + _num_inputs([row]) for row in rows) / world_size)
+        pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
+        sizes = [_num_tokens(piece) for piece in pieces]
+    else:
+        # Those of one length next to each other: the first of a micro-batch is its longest.
+        pieces = [[row] for row in sorted(rows, key=lambda row: _whole_shape(row)[1], reverse=True)]
+        sizes = [math.prod(_whole_shape(row)) for (row,) in pieces]
     of_rank: list[list[list[TrainingRow]]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for piece in pieces:
+    for piece, size in zip(pieces, sizes, strict=True):
         rank = loads.index(min(loads))
         of_rank[rank].append(piece)
-        loads[rank] += _num_tokens(piece)
-    assigned = [_fill(of_this_rank, micro_batch_tokens) for of_this_rank in of_rank]
+        loads[rank] += size
+    fill = _fill if packs else _fill_whole
+    assigned = [fill(of_this_rank, micro_batch_tokens) for of_this_rank in of_rank]
     num_micro_batches = max(len(micro_batches) for micro_batches in assigned)
     return [micro_batches + [[]] * (num_micro_batches - len(micro_batches)) for micro_batches in assigned]
+
+
+def _whole_shape(row: TrainingRow) -> tuple[int, int]:
+    """Return the number of whole rows of a completion, and the length of the longest."""
+    if not row.rollout.turns:
+        return 1, len(row.prompt_token_ids) + _num_inputs([row])
+    inputs = whole_rows(pack([(row.prompt_token_ids, [_tokens(row.rollout)])]).spans, torch.device("cpu")).inputs
+    return len(inputs), inputs.shape[1]
+
+
+def _fill_whole(pieces: Sequence[list[TrainingRow]], max_tokens: int) -> list[list[TrainingRow]]:
+    """Fill micro-batches with rows, the longest first, until rows times the longest exceed `max_tokens`."""
+    micro_batches: list[list[TrainingRow]] = []
+    longest = num_rows = 0
+    for (row,) in pieces:
+        added, length = _whole_shape(row)
+        if not micro_batches or (num_rows + added) * longest > max_tokens:
+            micro_batches.append([])
+            longest, num_rows = length, 0
+        micro_batches[-1].append(row)
+        num_rows += added
+    return [sorted(micro_batch, key=lambda row: row.group) for micro_batch in micro_batches]
 
 
 def _split(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRow]]:

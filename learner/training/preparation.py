@@ -114,7 +114,10 @@ class Preparation:
         """
         num_alike, place = networks.num_alike, networks.place
         assigned = assign_rows(
-            rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=place.world_size // num_alike
+            rows,
+            micro_batch_tokens=self._train.micro_batch_tokens,
+            world_size=place.world_size // num_alike,
+            packs=networks.packs,
         )
         own_share = assigned[place.rank // num_alike]
         prepared: list[PreparedMicroBatch] = []

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
 from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.protocols.payload import Turn
+from tests.families import FAMILIES, make_family
 from tests.trees import read_by_turns
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,25 @@ def test_values_and_gradients_are_exact_whatever_the_chunk(chunk_columns, with_e
         torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-6, atol=1e-6)
         loss, expected_loss = loss + (entropies * scale**2).sum(), expected_loss + (expected_entropies * scale**2).sum()
     assert (entropies is not None) == with_entropy
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected_loss, inputs), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_capped_logits_have_their_values_and_gradients(with_entropy):
+    inputs, token_ids = random_head()
+    states, weight, bias = inputs
+    options: dict[str, Any] = {"temperature": 0.7, "with_entropy": with_entropy, "softcap": 1.5}
+    logprobs, entropies = token_logprobs(*inputs, token_ids, **options, max_chunk_logits=30)
+    # 7 tokens of the vocabulary, whose capped logits an identity passes on.
+    capped = 1.5 * torch.tanh((states.double() @ weight.double().T + bias.double()) / 1.5)
+    expected, expected_entropies = exact(capped, torch.eye(7), torch.zeros(7), token_ids, 0.7)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
+    scale = torch.arange(10.0) - 4
+    loss, expected_loss = (logprobs * scale).sum(), (expected * scale).sum()
+    if entropies is not None:
+        loss, expected_loss = loss + (entropies * scale**2).sum(), expected_loss + (expected_entropies * scale**2).sum()
     torch.testing.assert_close(
         torch.autograd.grad(loss, inputs), torch.autograd.grad(expected_loss, inputs), rtol=1e-5, atol=1e-5
     )
@@ -185,10 +205,15 @@ def reads_of(prompt: list[int], completion: Any) -> list[tuple[list[int], list[i
     return read_by_turns(prompt, [Turn(*turn) for turn in completion.turns], completion.context_ids, completion.token_ids)
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "windowed_mistral"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "windowed_mistral", "Qwen3.5-MoE"])
 def folder(request, tiny_model, tiny_moe_model, tmp_path_factory):
-    """A loaded model. Mistral's layers see 3 tokens back, fewer than a completion with its prompt has."""
+    """A model. Mistral's layers see 3 tokens back, fewer than a completion with its prompt has. Qwen3.5 is not packed."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    if request.param in FAMILIES:
+        folder = tmp_path_factory.mktemp("family")
+        make_family(folder, request.param, tiny_model)
+        return folder
 
     if request.param in ("qwen3", "qwen3_moe"):
         return tiny_model if request.param == "qwen3" else tiny_moe_model

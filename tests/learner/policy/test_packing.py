@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offbeat.learner.policy.packing import Pack, Span, Turns, num_inputs, pack, unpack
+from offbeat.learner.policy.packing import Pack, Span, Turns, num_inputs, pack, unpack, whole_rows
 from offbeat.protocols.payload import Turn
 from tests.trees import read_by_turns, trees_of_turns
 
@@ -132,3 +132,11 @@ def test_the_gradient_of_padding_reaches_no_value():
     rows.backward(torch.tensor([[5.0, 6.0], [7.0, torch.nan]]))
     assert values.grad is not None
     assert values.grad.tolist() == [5.0, 6.0, 7.0]
+
+
+def test_whole_rows_hold_each_completion_after_its_prompt_and_place_every_input_once_in_them() -> None:
+    # Two completions of three and one input after a prompt of two, and a prompt whose completions have no input of their own.
+    packed = pack([([1, 2], [[3, 4, 5, 6], [7, 8]]), ([9, 10, 11], [[12], []])])
+    rows = whole_rows(packed.spans, torch.device("cpu"))
+    assert packed.token_ids[rows.inputs].tolist() == [[9, 10, 11, 11, 11], [1, 2, 7, 7, 7], [1, 2, 3, 4, 5]]
+    assert packed.token_ids[rows.inputs].flatten()[rows.places].tolist() == packed.token_ids.tolist()

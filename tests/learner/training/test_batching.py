@@ -133,6 +133,25 @@ def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
     assert [num_inputs(micro_batch) for micro_batch in micro_batches] == [20, 20]
 
 
+def test_without_packs_rows_of_one_length_share_micro_batches_of_rows_times_the_longest() -> None:
+    # 12, 7, 12, 3 and 4 inputs, each with a prompt of its own.
+    rows = [make_row(3, length, group=group) for length, group in ((10, 0), (5, 0), (10, 1), (1, 1), (2, 2))]
+    (micro_batches,) = assign_rows(rows, micro_batch_tokens=24, world_size=1, packs=False)
+    assert [sorted(len(row.rollout.token_ids) for row in micro_batch) for micro_batch in micro_batches] == [[10, 10], [1, 2, 5]]
+    of_ranks = assign_rows(rows, micro_batch_tokens=11, world_size=2, packs=False)
+    assert [[len(micro_batch) for micro_batch in of_rank] for of_rank in of_ranks] == [[1, 1], [1, 2]]
+
+
+def test_a_completion_of_forks_is_as_many_whole_rows() -> None:
+    turns = (Turn(1, 2), Turn(1, 3), Turn(2, 1, 2), Turn(1, 2, 0))
+    rollout = make_row(3, 8).rollout._replace(turns=turns, context_ids=np.arange(51, 56, dtype=np.int32))
+    rows = [make_row(3, 8)._replace(rollout=rollout, group=group) for group in (0, 1)]
+    # Turns 0 and 1 after the prompt, turn 2 after turn 0, and turn 3 alone: 9, 8 and 2 inputs.
+    for limit, sizes in ((53, [1, 1]), (54, [2])):
+        (micro_batches,) = assign_rows(rows, micro_batch_tokens=limit, world_size=1, packs=False)
+        assert [len(micro_batch) for micro_batch in micro_batches] == sizes
+
+
 def test_one_group_is_shared_by_ranks() -> None:
     of_ranks = assign_rows([make_row(1, 10) for _ in range(4)], micro_batch_tokens=100, world_size=2)
     assert [[len(micro_batch) for micro_batch in of_rank] for of_rank in of_ranks] == [[2], [2]]

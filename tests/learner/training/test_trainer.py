@@ -19,7 +19,9 @@ from offbeat.common.settings.learning_sections import KlSection, RewardSection
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.deploy.local.devices.memory import learner_need, model_sizes
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.policy.logprobs import LogitRule
 from offbeat.learner.training.checkpoints import find_damage
+from tests.families import make_family
 from tests.late_copies import LateCopies
 from tests.learner.training.trainer_cases import APART, GATHERED_NUMEL, MEMORY_CASES, RANK_CASES, SGD, make_config, make_groups
 
@@ -394,24 +396,37 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny_model, zero_stage, dty
         trainer.train_batch(groups)
 
 
-def test_a_model_that_caps_its_logits_is_refused(tmp_path):
-    from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=44,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        final_logit_softcapping=0.1,
-        pad_token_id=0,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.final_logit_softcapping == 0.1
-    with pytest.raises(SettingError, match="soft-capping"), running(make_config(tmp_path)):
+def test_a_model_whose_logprobs_the_learner_would_not_compute_is_refused(tmp_path, tiny_model, monkeypatch):
+    make_family(tmp_path, "Granite", tiny_model)
+    monkeypatch.setattr("offbeat.learner.policy.logprobs.logit_rule", lambda config: LogitRule())
+    with (
+        pytest.raises(SettingError, match=r"differ by .* from those of the model's own forward pass"),
+        running(make_config(tmp_path)),
+    ):
         pass
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"micro_batch_tokens": 40}, {"zero_stage": 3}, {"activation_checkpointing": True}],
+)
+def test_whole_rows_take_the_same_step_however_they_are_computed(tmp_path, tiny_model, settings):
+    make_family(tmp_path, "Qwen3.5-MoE", tiny_model)
+    steps: list[dict[str, torch.Tensor]] = []
+    for changed in ({}, settings):
+        with running(make_config(tmp_path, deepspeed=SGD, learning_rate=1.0, **changed)) as trainer:
+            trainer.train_batch(make_groups(3))
+            steps.append(weights_of(trainer))
+    torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
+
+
+def test_replayed_experts_reach_their_tokens_in_whole_rows(tmp_path, tiny_model):
+    make_family(tmp_path, "Qwen3.5-MoE", tiny_model)
+    loss = {"anchor": "proximal", "routing_replay": "recomputed"}
+    with running(make_config(tmp_path, loss=loss, learning_rate=1e-4)) as trainer:
+        (metrics,) = trainer.train_batch(make_groups(3))
+    # Before the first step the routers choose what is replayed.
+    assert metrics["loss/replay_changed_slots"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,69 @@
+"""Models of every family that people train: loaded, trained, published, sampled and exported, with one set of log-probs."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offbeat.actor.engines.choice import make_engine
+from offbeat.actor.engines.engine import Engine
+from offbeat.common.weights.flat import WeightBuffer
+from offbeat.learner.training.trainer import Trainer
+from offbeat.protocols.message_parts import ModelHashes
+from offbeat.protocols.messages import Sampling
+from tests.families import FAMILIES, make_family
+from tests.learner.training.trainer_cases import make_config, make_groups
+
+pytestmark = pytest.mark.engine
+
+
+def start(folder: Path, *, records_experts: bool = False) -> Engine:
+    return make_engine(
+        "transformers",
+        str(folder),
+        dtype="float32",
+        max_model_len=64,
+        hashes=ModelHashes("", "", ""),
+        seed=3,
+        options={},
+        records_experts=records_experts,
+    )
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + completion])
+    logprobs = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_trained_published_sampled_and_exported_with_the_same_logprobs(name, tiny_model, tmp_path):
+    folder, exported = tmp_path / "model", tmp_path / "exported"
+    make_family(folder, name, tiny_model)
+    with closing(Trainer(make_config(folder, learning_rate=0.01))) as trainer:
+        obstacle = trainer.networks.module.packing_obstacle
+        assert obstacle is FAMILIES[name].obstacle or FAMILIES[name].obstacle in obstacle
+        (metrics,) = trainer.train_batch(make_groups(3))
+        assert 0 < metrics["loss/grad_norm"] < float("inf")
+        weights = WeightBuffer(trainer.layout())
+        trainer.snapshot(dict(weights.views()))
+        trainer.save_model(exported)
+        plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
+        scored = trainer.score([5, 6, 7, 8, 9, 10, 11, 12]).logprobs
+    torch.testing.assert_close(
+        torch.from_numpy(scored), plain_logprobs(plain, [5], [6, 7, 8, 9, 10, 11, 12]), atol=1e-4, rtol=0
+    )
+    with closing(start(folder)) as engine:
+        engine.load_weights(weights, 1, recompute_kv=True)
+        torch.testing.assert_close(engine.score([5, 6, 7, 8, 9, 10, 11, 12]).logprobs, scored, atol=1e-4, rtol=0)
+        engine.submit(["a", "b", "c"], [5, 6, 7, 8, 9], Sampling(10, 1.0))
+        completions = []
+        while engine.num_unfinished:
+            completions += engine.step()
+    assert len({tuple(completion.token_ids.tolist()) for completion in completions}) > 1
+    for completion in completions:
+        expected = plain_logprobs(plain, [5, 6, 7, 8, 9], completion.token_ids.tolist())
+        torch.testing.assert_close(torch.from_numpy(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
