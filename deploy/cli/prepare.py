@@ -1,7 +1,7 @@
-"""The commands before a run: its settings, its noise floor, its keys."""
+"""The commands before a run: its settings, its environment, its noise floor, its keys."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from msgspec.structs import replace
@@ -50,6 +50,33 @@ def explain_command(
     from offbeat.lab.terminal import page
 
     page("\n\n".join(explain(name) for name in names or [None]))
+
+
+def environments_command(
+    python: Annotated[
+        str, typer.Option(help="Also look for frameworks and their environments in this Python (environment.python).")
+    ] = "",
+) -> None:
+    """List the environments that are here: functions of this folder, frameworks, and packages of theirs."""
+    from offbeat.deploy.local.environments import find_environments
+
+    found = find_environments(python)
+    for one in found:
+        lines = "\n    ".join(one.setting.splitlines())
+        typer.echo(f"{one.name}: {one.about or 'no description'}\n    {lines}")
+    if not found:
+        typer.echo("There is none here. `offbeat new environment NAME` writes one.")
+
+
+def new_command(
+    kind: Annotated[Literal["environment"], typer.Argument(help="What to write.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new folder.")],
+) -> None:
+    """Write a folder with a new environment: code, data, config and test. It trains as it is."""
+    from offbeat.deploy.local.environments import write_environment
+
+    folder = write_environment(name)
+    typer.echo(f"{folder}/ is written. Try it: offbeat train {folder}/run.toml")
 
 
 def calibrate_command(

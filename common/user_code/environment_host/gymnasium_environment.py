@@ -1,0 +1,91 @@
+"""Environments of gymnasium whose observations and actions can be written as text: FrozenLake, Taxi, Blackjack, CliffWalking.
+
+    task.environment = "gymnasium:FrozenLake-v1"
+    environment.arguments = {make = {is_slippery = false}, max_turns = 20, rules = "Reach G. Answer with 0, 1, 2 or 3."}
+
+    observation, as text -> turn of the model -> its last number, an action -> step -> reward, observation -> ...
+
+A text that holds no action is answered with the actions that there are, and takes a turn. `ansi` shows the environment's own
+picture where it has one. Rows are seeds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium  # pyright: ignore[reportMissingImports]
+
+NUMBER = re.compile(r"-?\d+")
+
+
+class GymnasiumEnvironment:
+    """One environment: seeds as rows, and its episodes."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        """Raise `ValueError` for actions that are no whole numbers."""
+        self._name = name
+        self._options = dict(arguments.get("make", {}))
+        self._max_turns = int(arguments.get("max_turns", 50))
+        self._rules = str(arguments.get("rules", ""))
+        environment = self._make()
+        space = environment.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ValueError(f"{name} has actions {space}, and a model writes whole numbers: give it a wrapper of your own")
+        self._actions = range(int(space.start), int(space.start + space.n))
+        environment.close()
+
+    def _make(self) -> Any:
+        environment = gymnasium.make(self._name, **self._options)
+        if "render_mode" in self._options or "ansi" not in environment.metadata.get("render_modes", ()):
+            return environment
+        environment.close()
+        return gymnasium.make(self._name, render_mode="ansi", **self._options)
+
+    def _shown(self, environment: Any, observation: Any) -> str:
+        picture = environment.render() if environment.unwrapped.render_mode == "ansi" else None
+        return re.sub(r"\x1b\[[0-9;]*m(.)\x1b\[0m", r"*\1*", picture).strip() if isinstance(picture, str) else str(observation)
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        """Yield seeds with their first observations, for ever. The split `test` has other seeds."""
+        environment, number = self._make(), 0
+        while True:
+            seed = number + (1_000_000 if split == "test" else 0)
+            observation, _ = environment.reset(seed=seed)
+            yield {"prompt": self._first(environment, observation), "seed": seed}
+            number += 1
+
+    def _first(self, environment: Any, observation: Any) -> str:
+        rules = self._rules or f"{self._name}. Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
+        return f"{rules}\n{self._shown(environment, observation)}"
+
+    def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
+        """Play the row's seed to its end; return the sum of the rewards."""
+        environment = self._make()
+        try:
+            observation, _ = environment.reset(seed=row["seed"])
+            messages = [{"role": "user", "content": self._first(environment, observation)}]
+            total = 0.0
+            for turn in range(1, self._max_turns + 1):
+                answer = chat.ask(messages)
+                chat.metric("turns", turn)
+                numbers = NUMBER.findall(answer["content"] or "")
+                if not numbers or int(numbers[-1]) not in self._actions:
+                    shown = f"Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
+                    chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
+                else:
+                    observation, reward, terminated, truncated, _ = environment.step(int(numbers[-1]))
+                    total += float(reward)
+                    if terminated or truncated:
+                        break
+                    shown = self._shown(environment, observation)
+                messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": shown}]
+            return {"reward": total}
+        finally:
+            environment.close()
+
+
+def load(name: str, arguments: dict[str, Any]) -> GymnasiumEnvironment:
+    """Return the environment that gymnasium has registered under this name."""
+    return GymnasiumEnvironment(name, arguments)
