@@ -69,7 +69,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of an actor since its start."""
+    """Counters of an actor since its start. `ActorRow` has the same fields: the roster copies them by name."""
 
     num_generated_tokens: Natural = 0
     num_groups_sent: Natural = 0

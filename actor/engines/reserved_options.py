@@ -10,6 +10,9 @@ RESERVED = {
         "scheduling_policy": "the canary must not wait behind queued completions",
         "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
         "worker_extension_cls": "weights are loaded through it",
+        "enable_return_routed_experts": "it follows loss.routing_replay and metrics.routing_interval",
+        "limit_mm_per_prompt": "it follows data.image_field",
+        "skip_mm_profiling": "it follows data.image_field",
         "mm_device_do_normalize": "patches of images are normalized as the learner's are",
     },
     "transformers": {
@@ -20,4 +23,4 @@ RESERVED = {
         "seed": "every actor has its own",
     },
 }
-"""Reasons by engine and option."""
+"""Reasons by engine and option. Whatever the engine's file sets over a user's value belongs here."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
+import msgspec
+
 from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.actor.environments import messages
 from offbeat.actor.environments.episode import Episode, EpisodeTurn, GroupMember
@@ -28,7 +30,7 @@ from offbeat.actor.rewards.retries import Retries, UnavailableRewards
 from offbeat.actor.sampling import RewardedGroup, SamplingFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
-from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.messages import Lease
 from offbeat.protocols.payload import MAX_TURNS
 
 logger = logging.getLogger(__name__)
@@ -230,7 +232,7 @@ class Episodes:
         self._requests[request] = episode, number
         if self._keeps_kv and of_lease.cached_at is None:
             of_lease.cached_at = self._engine.num_loads
-        sampling = Sampling(max_new_tokens=longest, temperature=sampling.temperature)
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self._engine.submit([request], prompt, sampling, cached_at=of_lease.cached_at)
 
     def _withdraw(self, message: messages.Withdraw) -> None:

@@ -26,6 +26,8 @@ LABELS = {
     name: {"app.kubernetes.io/name": "offbeat", "app.kubernetes.io/component": component}
     for name, component in ((LEARNER, "learner"), (FLEET, "actor"))
 }
+"""Labels of each service's pods and objects. Services, the Deployment and the network policies select by them, and a
+Deployment's selector cannot be changed: a label that only informs goes into `_template`."""
 CONFIG_MAP, ALLOWED_MAP = "run-config", "allowed-keys"
 LEARNER_SECRET, ACTOR_SECRET = "learner-keys", "actor-keys"
 CLAIM = "runs"

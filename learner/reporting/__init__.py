@@ -1,1 +1,1 @@
-"""Output of the learner about a run: rows, terminal, health, pages and trackers."""
+"""Output of the learner about a run: rows, terminal, pages and trackers."""

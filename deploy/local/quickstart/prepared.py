@@ -1,8 +1,8 @@
-"""Small tasks with a model that nearly solves them, made on this machine at their first use and named by a placeholder.
+"""Models and tasks that are made on this machine at their first use, below `XDG_CACHE_HOME`.
 
-`{quickstart}`, `{lookup}`, `{expressions}` and `{calculator}` each stand for a folder with `model/`, `train.jsonl` and
-`eval.jsonl` below `XDG_CACHE_HOME`.
-A recipe is a task's rows, and a tiny model that was shown how to play it, well and badly.
+`{quickstart}`, `{lookup}`, `{expressions}`, `{calculator}` and `{smollm2}` each stand for a folder with `model/`, `train.jsonl`
+and `eval.jsonl`. The recipe of `{smollm2}` brings a pretrained model. The others are a task's rows, and a tiny model that was
+shown how to play it, well and badly. A GGUF file at `model.path` becomes a model folder.
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
@@ -27,6 +27,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
+from offbeat.deploy.local.quickstart.pretrained import SmolLM2, convert, gguf_file, hash_file
 from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Expressions, Lookup, Reversal
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,14 @@ class Recipe(NamedTuple):
         """The placeholder without braces."""
         return f"{self.task.name}_moe" if self.moe else self.task.name
 
-    def make(self, folder: Path, on_step: Callable[[int], None] = lambda step: None) -> None:
-        """Write model/, train.jsonl and eval.jsonl. `on_step` is called with each supervised step's number."""
+    @property
+    def what(self) -> str:
+        """The folder's content, in a log line."""
+        return f"the model and data of {{{self.name}}}"
+
+    def make(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Write model/, train.jsonl and eval.jsonl. `say` is told what is being done."""
+        say("loading PyTorch")
         generator = random.Random(self.seed)
         lines = [msgspec.json.encode(row) + b"\n" for row in islice(self.task.rows(generator), self.num_train + self.num_eval)]
         (folder / "eval.jsonl").write_bytes(b"".join(lines[: self.num_eval]))
@@ -92,7 +99,7 @@ class Recipe(NamedTuple):
 
         def batches() -> Iterator[list[tuple[Sequence[str], str]]]:
             for step in range(self.warm_start_steps):
-                on_step(step)
+                say(f"step {step} of {self.warm_start_steps}")
                 yield [self.task.shown(generator) for _ in range(self.warm_start_rows)]
 
         warm_start(
@@ -106,14 +113,40 @@ class Recipe(NamedTuple):
         )
 
 
-RECIPES = (Recipe(Reversal()), Recipe(Lookup()), Recipe(Expressions(), num_eval=128), Recipe(Calculator()))
+class GgufRecipe(NamedTuple):
+    """The model folder of a GGUF file."""
+
+    file: Path
+    dtype: str
+    """torch dtype of the folder's weights, without its prefix."""
+    digest: str
+    """Hash of the file's content."""
+
+    @property
+    def name(self) -> str:
+        """The first part of the folder's name."""
+        return self.file.stem
+
+    @property
+    def what(self) -> str:
+        """The folder's content, in a log line."""
+        return f"a model folder of {self.file}, with weights of {self.dtype}"
+
+    def make(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Write model/. `say` is told what is being done. Raises `SettingError`."""
+        say("reading")
+        convert(self.file, folder / "model", self.dtype)
 
 
-def prepared_folder(recipe: Recipe) -> Path:
+AnyRecipe = Recipe | SmolLM2 | GgufRecipe
+RECIPES = (Recipe(Reversal()), Recipe(Lookup()), Recipe(Expressions(), num_eval=128), Recipe(Calculator()), SmolLM2())
+
+
+def prepared_folder(recipe: AnyRecipe) -> Path:
     """Return the folder of a recipe, whether it exists or not: below `XDG_CACHE_HOME`, else `~/.cache`."""
-    digest = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
+    text = recipe.digest + recipe.dtype if isinstance(recipe, GgufRecipe) else repr(recipe)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offbeat" / f"{recipe.name}-{digest}"
+    return Path(cache) / "offbeat" / f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def quickstart_folder() -> Path:
@@ -121,7 +154,7 @@ def quickstart_folder() -> Path:
     return prepared_folder(RECIPES[0])
 
 
-def ensure(folder: Path, recipe: Recipe) -> bool:
+def ensure(folder: Path, recipe: AnyRecipe) -> bool:
     """Make `folder` unless it exists; return True when this call made it.
 
     The folder appears complete or not at all, also when several processes make it at the same time.
@@ -133,21 +166,17 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
-        problem = f"{{{recipe.name}}} cannot be made in {folder.parent} ({error.strerror})"
+        problem = f"{recipe.what} cannot be made in {folder.parent} ({error.strerror})"
         cure = "Set the variable to a folder that you may write to."
         raise SettingError("environment variable XDG_CACHE_HOME", str(folder.parents[1]), problem, cure) from error
-    newest_step: list[int] = []
-
-    def progress() -> str:
-        return f", step {newest_step[-1]} of {recipe.warm_start_steps}" if newest_step else ", loading PyTorch"
-
-    what = f"making the model and data of {{{recipe.name}}}, once for this machine, in {folder}"
+    said: list[str] = []
+    what = f"making {recipe.what}, once for this machine, in {folder}"
     try:
-        with doing(logger, what, progress), _held(building):
+        with doing(logger, what, lambda: f", {said[-1]}" if said else ""), _held(building):
             prepare_environment()
             # mkdtemp makes folders that only their owner can read, but a cache may be shared.
             building.chmod(0o755)
-            recipe.make(building, newest_step.append)
+            recipe.make(building, said.append)
         try:
             building.rename(folder)
         except OSError:
@@ -188,21 +217,26 @@ def _delete_unfinished(folder: Path) -> None:
 
 def is_made(config: Config) -> bool:
     """Return whether every folder that a placeholder in the settings stands for exists."""
-    return all(prepared_folder(recipe).exists() for recipe in RECIPES if _names(config, recipe))
+    return all(prepared_folder(recipe).exists() for recipe in _recipes(config))
 
 
 def expand(config: Config) -> Config:
-    """Replace the placeholders in the settings that may contain one; make the folders they stand for."""
-    for recipe in RECIPES:
-        if _names(config, recipe):
-            folder = prepared_folder(recipe)
-            ensure(folder, recipe)
+    """Return the settings with folders for placeholders and for a GGUF file; make those folders. Raise `SettingError`."""
+    for recipe in _recipes(config):
+        folder = prepared_folder(recipe)
+        ensure(folder, recipe)
+        if isinstance(recipe, GgufRecipe):
+            config = replace(config, model=replace(config.model, path=str(folder / "model")))
+        else:
             config = _replace(config, f"{{{recipe.name}}}", str(folder))
     return config
 
 
-def _names(config: Config, recipe: Recipe) -> bool:
-    return _replace(config, f"{{{recipe.name}}}", "") != config
+def _recipes(config: Config) -> list[AnyRecipe]:
+    """Return the recipes of all folders that the settings ask for."""
+    named: list[AnyRecipe] = [recipe for recipe in RECIPES if _replace(config, f"{{{recipe.name}}}", "") != config]
+    file = gguf_file(config.model.path)
+    return named if file is None else [*named, GgufRecipe(file, config.model.dtype, hash_file(file))]
 
 
 def _replace(config: Config, placeholder: str, folder: str) -> Config:
