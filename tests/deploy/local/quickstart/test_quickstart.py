@@ -125,7 +125,7 @@ def test_shown_calculations_are_right_in_a_quarter_and_read_by_the_parser_of_the
 
 def test_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(SettingError, match=r"XDG_CACHE_HOME = .*cache\": {quickstart} cannot be made in .*Not a directory"):
+    with pytest.raises(SettingError, match=r"XDG_CACHE_HOME = .*cache\": .*{quickstart} cannot be made in .*Not a directory"):
         ensure(tmp_path / "cache/offbeat/quickstart-1", SMALL)
 
 
