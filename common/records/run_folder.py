@@ -41,6 +41,8 @@ IDENTITY_FILE = "identity.json"
 """Settings, hashes and software that the run is made with (`learner.restart.run_identity`)."""
 PROMPT_HASHES_FILE = "prompts.bin"
 LOCK_FILE = "learner.lock"
+PORT_FILE = "page.port"
+"""The port of the live page: whoever has it open sees the resumed run."""
 
 _OF_A_START = (ROWS_FILE, LOG, CHECKPOINTS, "tensorboard", IDENTITY_FILE, PROMPT_HASHES_FILE)
 """Files and folders that a learner writes before its first step, besides its config."""

@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("start", "Run a config", ("train", "learner", "actor")),
+    Panel("start", "Run a config", ("train", "demo", "learner", "actor")),
     Panel("prepare", "Before a run", ("check", "explain", "environments", "new", "calibrate", "keygen")),
     Panel("operate", "Operate a RUN", ("status", "set", "scale")),
     Panel("read", "Read a RUN", ("report", "runs", "compare", "samples", "trace", "drift", "audit", "export", "serve")),

@@ -76,6 +76,11 @@ class Run:
         self._process = self._started.result()
         self._await_learner(is_new=is_new)
 
+    @property
+    def pid(self) -> int:
+        """The process id of the command."""
+        return self._process.pid
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics.jsonl` since this start, as dicts, as they are written, until the run ends.
 

@@ -20,6 +20,7 @@ from offbeat.common.pages.page import asset
 from offbeat.common.processes.files import replace
 from offbeat.common.records.exported import health, numbers, readiness
 from offbeat.common.records.rows import OtherRow, Row, StepRow
+from offbeat.common.records.run_folder import PORT_FILE
 from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.learner.reporting.page.exported import families
 from offbeat.protocols.messages import StatusReport
@@ -28,8 +29,6 @@ from offbeat.protocols.text import plain
 logger = logging.getLogger(__name__)
 
 SETTING = "metrics.bind"
-PORT_FILE = "page.port"
-"""The port of the page in the run's folder: whoever has it open sees the resumed run."""
 
 
 @contextmanager
