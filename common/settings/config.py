@@ -55,7 +55,8 @@ class ModelSection(Section, frozen=True):
     """The policy model."""
 
     path: str = ""
-    """Model folder in the Hugging Face layout (config, weights, tokenizer), or a Hugging Face Hub name. Required."""
+    """Model folder in the Hugging Face layout (config, weights, tokenizer), a Hugging Face Hub name, or a GGUF file or a folder
+    with one, which is unpacked once to a folder in the user's cache. Required."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the computation in learner and engine, and of the weights sent to actors. Log-probs are always float32."""
     max_length: PositiveInt = 4096

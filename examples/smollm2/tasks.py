@@ -1,8 +1,8 @@
-"""The two tasks of SmolLM2: sums, whose prompts come with the model, and sentences of a given number of words."""
+"""A task of words: sentences with a given word and of a given number of words."""
 
 import re
-from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import Any
 
 WORDS = (
     *("apple", "river", "teacher", "garden", "music", "winter", "doctor", "bread", "mountain", "letter", "horse", "market"),
@@ -13,23 +13,16 @@ OTHER_WORDS = ("ocean", "farmer", "library", "bicycle", "castle", "dinner", "moo
 LENGTHS = range(4, 12)
 
 
-def last_number(prompt: str, completion: str, row: Mapping[str, str]) -> float:
-    """Return 1 if the last number of the completion is the answer, else 0."""
-    numbers = re.findall(r"\d+", completion)
-    return float(bool(numbers) and numbers[-1] == row["answer"])
+def sentences(split: str) -> list[dict[str, Any]]:
+    """Return the prompts of a split: each word with each length. The words of the two splits differ."""
+    words = OTHER_WORDS if split == "test" else WORDS
+    return [
+        {"prompt": f'Write one sentence of exactly {length} words with the word "{word}".', "word": word, "length": length}
+        for word, length in product(words, LENGTHS)
+    ]
 
 
-def sentences() -> Iterator[dict[str, object]]:
-    """Yield the prompts to train on."""
-    return map(_row, product(WORDS, LENGTHS))
-
-
-def other_sentences() -> Iterator[dict[str, object]]:
-    """Yield the held-out prompts: the same lengths, other words."""
-    return map(_row, product(OTHER_WORDS, LENGTHS))
-
-
-def sentence(prompt: str, completion: str, row: Mapping[str, str | int]) -> dict[str, float]:
+def sentence(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
     """Return how near the completion is to the number of words, and whether it is one sentence with the word.
 
     Each part is between 0 and 1, and so is their sum. The number of words counts only in a sentence with the word, so that
@@ -39,8 +32,3 @@ def sentence(prompt: str, completion: str, row: Mapping[str, str | int]) -> dict
     words = re.findall(r"[A-Za-z'-]+", text)
     has_form = bool(re.fullmatch(r"[A-Z][^.!?\n]*[.!?]", text)) and str(row["word"]) in map(str.lower, words)
     return {"form": 0.3 * has_form, "length": 0.7 * has_form * max(0.0, 1 - abs(len(words) - length) / 3)}
-
-
-def _row(pair: tuple[str, int]) -> dict[str, object]:
-    word, length = pair
-    return {"prompt": f'Write one sentence of exactly {length} words with the word "{word}".', "word": word, "length": length}

