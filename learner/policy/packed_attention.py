@@ -221,6 +221,9 @@ def _attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, placed: SpansInLine, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """Attend with one call of flash attention, which aligns the last query with the last key: both are a span's last input."""
+    # The kernel has one size of head; DeepSeek's values are narrower than its keys.
+    value_size = value.shape[-1]
+    value = F.pad(value, (0, key.shape[-1] - value_size))
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1).index_select(0, placed.key_indices),
@@ -234,7 +237,7 @@ def _attend_at_once(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=True,
     )
-    return cast(Tensor, attended)[None]
+    return cast(Tensor, attended)[None, ..., :value_size]
 
 
 def _attend_by_shape(

@@ -212,7 +212,7 @@ def test_a_policy_whose_packed_logprobs_are_its_own_passes_and_stays_packed(conf
     ("config_class", "settings", "reason", "own"),
     [
         ("GptOssConfig", {"num_local_experts": 4}, "attention has sinks", "eager"),
-        ("Gemma2Config", {}, "attention has soft-capping", "sdpa"),
+        ("Gemma2Config", {}, "attention has soft-capping", "eager"),
         ("BloomConfig", {"n_head": 4}, "has an attention of its own", "eager"),
         ("Qwen3NextConfig", {"num_experts": 4}, "layers of type linear_attention", "sdpa"),
         ("MambaConfig", {}, "convolutions along the sequence", "eager"),
