@@ -91,6 +91,11 @@ def test_every_kind_of_block_shows_its_text() -> None:
         assert "this text" in html.unescape(sections_html(page_of(block)))
 
 
+def test_rows_of_text_alone_may_be_stacked_where_the_page_is_narrow() -> None:
+    assert "<table class=texts>" in sections_html(page_of(Table(["a", "b"], [["x", "a sentence"]], 2)))
+    assert "<table>" in sections_html(page_of(Table(["a", "b"], [["x", "1"]], 1)))
+
+
 def test_browser_is_told_to_run_the_scripts_of_the_page_and_no_others() -> None:
     page = page_html(page_of(plot("x")))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', page)
