@@ -153,7 +153,8 @@ def environment_rows(environment: Environment, source: str, setting: str) -> Ite
     if not environment.is_external:
         problem = "task.environment runs in offbeat's own Python, and offers no rows"
         raise SettingError(setting, source, problem, "Name a file or a function, or set environment.python.")
-    options = dict(part.partition("=")[::2] for part in (match["options"] or "").split("&") if part)
+    parts = str(match["options"] or "").split("&")
+    options = {name: value for name, _, value in (part.partition("=") for part in parts if part)}
     if not options.keys() <= {"size", "skip"} or not all(value.isdecimal() for value in options.values()):
         cure = 'Write "task-environment:train?size=2000&skip=64".'
         raise SettingError(setting, source, "its options are size and skip, whole numbers", cure)

@@ -59,11 +59,16 @@ class OpenEnvEnvironment:
                 answer = (await asyncio.to_thread(chat.ask, messages))["content"] or ""
                 chat.metric("turns", turn)
                 action = self._action(answer)
+                try:
+                    result = result if action is None else await client.step(action)
+                except RuntimeError as error:
+                    if "VALIDATION_ERROR" not in str(error):
+                        raise
+                    action = None
                 if action is None:
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
                     shown = self._how()
                 else:
-                    result = await client.step(action)
                     total += float(result.reward or 0.0)
                     if result.done:
                         break
@@ -78,13 +83,14 @@ class OpenEnvEnvironment:
         try:
             action: Any = json.loads(text)
         except json.JSONDecodeError:
-            action = text
-        if not isinstance(action, dict):
-            if len(self._required) != 1:
-                return None
+            action = None
+        if not isinstance(action, dict) and len(self._required) == 1:
             (name,) = self._required
-            # The text itself where the field is one: `12` is a number as JSON, and may be meant as a word.
-            action = {name: text if self._fields[name].get("type") == "string" else action}
+            # `12` is a number as JSON, and may be meant as a word.
+            value = text if self._fields[name].get("type") == "string" else action
+            action = None if value is None else {name: value}
+        if not isinstance(action, dict):
+            return None
         return action if set(self._required) <= set(action) <= {*self._fields, "metadata"} else None
 
 

@@ -179,7 +179,7 @@ def test_process_has_no_secret_of_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     class Looking(Chat):
         """An episode whose model is never asked."""
 
-        url, key, prompt, seed, is_evaluation = "", "1/0/0", "", 7, False  # pyright: ignore[reportAssignmentType]
+        url, key, prompt, seed, is_evaluation = "", "1/0/0", "", 7, False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
         def __init__(self) -> None:
             pass
