@@ -1,23 +1,9 @@
 """Families of models: those whose layers attend and do nothing else along a sequence, and how the others are run."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel
 
-ATTENDING = {"full_attention", "sliding_attention"}
-"""Types of layers, in a config's `layer_types`, in which a token meets others only by attending to them."""
-
-
-def config_obstacle(fields: Mapping[str, Any]) -> str | None:
-    """Return why a model cannot be packed, as far as the fields of its text's config say; None where they say nothing."""
-    others = set(fields.get("layer_types") or ()) - ATTENDING
-    if others:
-        return f"it has layers of type {', '.join(sorted(others))}"
-    if fields.get("attn_logit_softcapping") is not None:
-        return "its attention has soft-capping"
-    return None
+from offbeat.common.models.folders import config_obstacle
 
 
 def mixing_obstacle(model: PreTrainedModel) -> str | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,17 @@ def _read(file: Path) -> bytes:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+ATTENDING = {"full_attention", "sliding_attention"}
+"""Types of layers, in a config's `layer_types`, in which a token meets others only by attending to them."""
+
+
+def config_obstacle(fields: Mapping[str, Any]) -> str | None:
+    """Return why a model cannot be packed, as far as the fields of its text's config say; None where they say nothing."""
+    others = set(fields.get("layer_types") or ()) - ATTENDING
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if fields.get("attn_logit_softcapping") is not None:
+        return "its attention has soft-capping"
+    return None

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import config_obstacle
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.sequence_parallel import check_heads
+from offbeat.common.settings.sequence_parallel import SETTING, check_heads
 from offbeat.deploy.checks.findings import Finding, mistake
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -43,6 +44,7 @@ def check_model(config: Config) -> Iterator[Finding]:
         return
     if fields is not None:
         yield from _check_positions(config, fields)
+        yield from _check_packing(config, fields)
         yield from _check_heads(config, fields)
     yield from _check_adapter(config, tensors)
 
@@ -154,6 +156,18 @@ def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding
     if isinstance(positions, int) and not is_scaled and config.model.max_length > positions:
         problem = f"the model has {positions} positions"
         yield mistake("model.max_length", config.model.max_length, problem, f"Set model.max_length={positions} or less.")
+
+
+def _check_packing(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    """Find ranks that are to share packs of a model without packs; what only its modules show is found when it is loaded."""
+    text = fields.get("text_config")
+    obstacle = config_obstacle(text if isinstance(text, dict) else fields)
+    size = config.train.sequence_parallel_size
+    if obstacle is not None and size > 1:
+        yield mistake(SETTING, size, f"ranks share packs, and the model cannot be packed: {obstacle}", "Set it to 1.")
+    elif obstacle is not None:
+        text = f"the model is not packed, because {obstacle}: each completion is computed in a row of its own with its prompt"
+        yield Finding("note", text)
 
 
 def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:

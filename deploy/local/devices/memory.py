@@ -7,6 +7,7 @@ and the kernels take is an estimate. No run on a GPU has checked these sums yet.
 A device plan whose sums exceed a GPU is refused, with the arithmetic and the settings that would make them fit.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -221,10 +222,14 @@ def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
 
 
 def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
-    """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch."""
+    """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch.
+
+    torch makes pinned blocks, one for each layer's inputs, as large as a power of two.
+    """
     if config.train.activation_checkpointing != "offload":
         return 0.0
-    return _pass_tokens(config) * sizes.hidden_size * sizes.num_layers * _BYTES[config.model.dtype]
+    layer = math.ceil(_pass_tokens(config) * sizes.hidden_size * _BYTES[config.model.dtype])
+    return sizes.num_layers * float(1 << (layer - 1).bit_length())
 
 
 def _pass_tokens(config: Config) -> float:

@@ -72,6 +72,16 @@ def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
     assert caplog.records == []
 
 
+def test_model_that_is_not_packed_is_noted_and_refused_where_processes_share_packs(overrides: list[str]) -> None:
+    config = Path("model/config.json")
+    fields = msgspec.json.decode(config.read_bytes()) | {"layer_types": ["linear_attention", "full_attention"]}
+    config.write_bytes(msgspec.json.encode(fields))
+    reason = "it has layers of type linear_attention"
+    assert any(f"the model is not packed, because {reason}" in note for note in look(load(None, overrides), "check"))
+    shared = [*overrides, "train.sequence_parallel_size=2", "launch.learner_processes=2"]
+    assert any(f"cannot be packed: {reason}. Set it to 1." in text for text in refused(shared))
+
+
 def test_setting_without_effect_is_refused_to_a_new_run_but_not_to_an_actor_or_a_resumed_run(overrides: list[str]) -> None:
     inert = [*overrides, "kl.estimator=k2"]
     for command in ("check", "train", "learner"):

@@ -8,7 +8,7 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.devices.memory import ModelSizes, engine_need, learner_need, sizes_of
+from offbeat.deploy.local.devices.memory import ModelSizes, engine_need, learner_need, offloaded_bytes, sizes_of
 from offbeat.deploy.local.devices.plan import DevicePlan, make_plan
 from tests.deploy.local.devices.machines import GIB, QWEN3_8B, QWEN3_600M, TINY, machine
 
@@ -177,6 +177,12 @@ def test_shared_and_offloaded_sequences_keep_less_on_each_gpu() -> None:
     plan = planned(*offloaded, gpus=8, sizes=SIZES["Qwen/Qwen3-8B"])
     host = f"each learner process, in the host's memory for the backward pass: {kept / 2 / GIB:.1f} GiB"
     assert host in plan.notes
+
+
+def test_offloaded_inputs_of_a_layer_take_a_power_of_two_of_the_hosts_memory() -> None:
+    settings = ["model.dtype=bfloat16", "model.max_length=34816", "train.activation_checkpointing=offload"]
+    # 36 layers of 285 MB, each in a block of 512 MiB.
+    assert offloaded_bytes(load(None, [*BASE, *settings]), SIZES["Qwen/Qwen3-8B"]) == 18 * GIB
 
 
 def test_engine_in_fp8_has_half_the_weights_but_for_the_embeddings_and_half_the_cache() -> None:
