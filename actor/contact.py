@@ -14,7 +14,16 @@ from offbeat.common.settings.loading import weighted_reward
 from offbeat.common.user_code.functions import hash_sources
 from offbeat.protocols.channels import Link
 from offbeat.protocols.message_parts import EngineInfo
-from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, Hello, LearnerHeartbeat, RewardTrouble, Welcome
+from offbeat.protocols.messages import (
+    HEARTBEAT_S,
+    ActorHeartbeat,
+    ActorMessage,
+    ActorStats,
+    Hello,
+    LearnerHeartbeat,
+    RewardTrouble,
+    Welcome,
+)
 from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +137,7 @@ class LearnerContact:
         self._log_waiting_at = now + FIRST_LOG_WAITING_S
         self._heartbeat: ActorHeartbeat | None = None
         """The last one sent."""
-        self._repeater = HeartbeatRepeater(link.send, config.hub.heartbeat_s, clock)
+        self._repeater = HeartbeatRepeater(link.send, HEARTBEAT_S, clock)
 
     @property
     def is_welcome(self) -> bool:
@@ -207,8 +216,8 @@ class LearnerContact:
             self._hello_at = now
 
     def is_heartbeat_due(self) -> bool:
-        """Return True when `hub.heartbeat_s` passed since the last heartbeat."""
-        return self._clock() - self._heartbeat_at >= self._config.hub.heartbeat_s
+        """Return True when the next heartbeat is due."""
+        return self._clock() - self._heartbeat_at >= HEARTBEAT_S
 
     def make_heartbeat(
         self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...], reward_trouble: RewardTrouble | None
@@ -223,7 +232,7 @@ class LearnerContact:
         )
 
     def send_heartbeat(self, heartbeat: ActorHeartbeat) -> None:
-        """Send a heartbeat; the next one is due `hub.heartbeat_s` later."""
+        """Send a heartbeat; the next one is due `HEARTBEAT_S` later."""
         self._heartbeat_at = self._clock()
         self._heartbeat = heartbeat
         self._link.send(heartbeat)

@@ -18,7 +18,7 @@ from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.protocols.addresses import address_file, host_of, reachable
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.connection_limits import FILES_PER_PEER
-from offbeat.protocols.messages import Ack, LearnerMessage, Refused, StatusReport
+from offbeat.protocols.messages import HEARTBEAT_S, Ack, LearnerMessage, Refused, StatusReport
 from offbeat.protocols.wire import UnknownMessageError, WireError
 
 logger = logging.getLogger(__name__)
@@ -165,11 +165,11 @@ class HubThread:
 class ActorLink:
     """The dispatcher and the thread that serves it."""
 
-    def __init__(self, dispatcher: Dispatcher, hub_thread: HubThread, leave_timeout_s: float) -> None:
-        """Wait up to `leave_timeout_s`, at the end, for actors to say goodbye."""
+    def __init__(self, dispatcher: Dispatcher, hub_thread: HubThread, dead_after_s: float) -> None:
         self._dispatcher = dispatcher
         self._hub_thread = hub_thread
-        self._leave_timeout_s = leave_timeout_s
+        # An actor that is cut off may be back before it counts as dead.
+        self._leave_timeout_s = dead_after_s + HEARTBEAT_S
 
     def start(self) -> None:
         """Mark in the log that this process takes over, and begin to serve actors."""

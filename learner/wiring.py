@@ -126,8 +126,7 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(
         loop,
-        # An actor that is cut off may be back before it counts as dead.
-        link=ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s),
+        link=ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s),
         publisher=publisher,
         log=run.log,
         record=record,

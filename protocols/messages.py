@@ -152,8 +152,12 @@ class LeaseFailed(Message, frozen=True):
     """One line for the log."""
 
 
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of an actor."""
+
+
 class ActorHeartbeat(Message, frozen=True):
-    """Sent every `hub.heartbeat_s`."""
+    """Sent every `HEARTBEAT_S`."""
 
     policy_version: NaturalOrNone
     """Version of the weights in the engine; -1 before the first update."""

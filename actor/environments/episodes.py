@@ -35,7 +35,8 @@ from offbeat.protocols.payload import MAX_TURNS
 
 logger = logging.getLogger(__name__)
 
-
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds within which a cancelled episode must end. After that its process is killed."""
 Reason = Literal["environment_error", "environment_timeout", "environment_unavailable"]
 """Why a lease fails. `environment_error`: the function has a mistake. `environment_timeout`: it did not end in time.
 `environment_unavailable`: the last attempt failed for another cause that may pass."""
@@ -355,12 +356,11 @@ class Episodes:
                 # RewardedGroup again when it has ended: its worker may be blocked, and would hold the next attempt too.
                 self._close(episode.name, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
         for name, closing in list(self._closing.items()):
-            if name in self._closing and now > closing.since + self._limits.close_timeout_s:
+            if name in self._closing and now > closing.since + CLOSE_TIMEOUT_S:
                 self._replace_worker_of(name)
 
     def _replace_worker_of(self, name: str) -> None:
-        reason = f"an episode did not end within environment.close_timeout_s = {self._limits.close_timeout_s:g}"
-        for other in self._workers.kill_worker_of(name, reason):
+        for other in self._workers.kill_worker_of(name, f"an episode did not end within {CLOSE_TIMEOUT_S:g} s"):
             self._take_death(other, "its worker was replaced")
         self._closing.pop(name, None)
 

@@ -13,6 +13,7 @@ from offbeat.common.settings.judge_checks import check_judge
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.objective_checks import check_objective, objective_warnings
 from offbeat.protocols.addresses import address_file, is_loopback
+from offbeat.protocols.messages import HEARTBEAT_S
 
 _LOW_LEARNING_RATE = 1e-12
 _HIGH_LEARNING_RATE = 0.03
@@ -30,7 +31,6 @@ def check(config: Config) -> list[str]:
             _check_compile,
             _check_hub,
             _check_ports,
-            _check_log,
             _check_launch,
             _check_gpus,
             _check_scale,
@@ -263,12 +263,12 @@ def _check_leases(config: Config) -> None:
 
 def _check_hub(config: Config) -> None:
     hub = config.hub
-    if hub.heartbeat_s >= hub.dead_after_s:
+    if hub.dead_after_s <= HEARTBEAT_S:
         raise SettingError(
             "hub.dead_after_s",
             hub.dead_after_s,
-            f"it is not above hub.heartbeat_s = {hub.heartbeat_s}, so every peer would count as dead between two heartbeats",
-            f"Set it to several heartbeats: {5 * hub.heartbeat_s} or more.",
+            f"actors send a heartbeat every {HEARTBEAT_S:g} s, so every peer would count as dead between two heartbeats",
+            f"Set it to several heartbeats: {5 * HEARTBEAT_S:g} or more.",
         )
     keys = {"key": hub.key, "learner_key": hub.learner_key, "allowed_keys": hub.allowed_keys}
     for name, path in keys.items():
@@ -328,17 +328,6 @@ def _check_run_name(config: Config) -> None:
     placeholder = re.search(r"\{\w*\}", folder)
     if placeholder is not None and placeholder[0] != "{time}":
         raise SettingError("run.dir", folder, f"{placeholder[0]} is not a placeholder", "Write {time} for the start time.")
-
-
-def _check_log(config: Config) -> None:
-    log = config.log
-    if log.retain_mb < 2 * log.segment_mb:
-        raise SettingError(
-            "log.retain_mb",
-            log.retain_mb,
-            f"only whole segments are deleted, so it must hold two of log.segment_mb = {log.segment_mb}",
-            f"Set it to {2 * log.segment_mb} or more, or lower log.segment_mb.",
-        )
 
 
 def _check_launch(config: Config) -> None:

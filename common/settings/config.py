@@ -32,7 +32,7 @@ from offbeat.protocols.text import NAME_PATTERN
 
 
 class RunSection(Section, frozen=True):
-    """The run's folder and seed."""
+    """The run's folder, its seed, and the limits at which it gives up."""
 
     dir: str = "runs/{time}"
     """Folder for the run's metrics, checkpoints, report and model. `{time}` is replaced by the start time."""
@@ -47,6 +47,14 @@ class RunSection(Section, frozen=True):
     """Time that the learner's machine leaves between SIGTERM and SIGKILL, in seconds. If it is set, SIGTERM pauses the run: the
     learner finishes its step, writes a checkpoint if there is time, lets the actors wait for the next learner, and exits with
     status 143. none: SIGTERM ends the run like Ctrl-C."""
+    max_failed_leases: PositiveInt = 200
+    """Number of failed leases (reward errors) in a row after which the run stops with an error."""
+    no_actor_timeout_s: NonNegativeFloat = 0.0
+    """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
+    s."""
+    no_group_timeout_s: NonNegativeFloat | None = None
+    """Time with connected actors but no usable group after which the run stops with an error that gives the reason, in seconds.
+    0: wait forever. none: 6 times `rollout.lease_timeout_s`."""
     seed: NonNegativeInt = 0
     """Seed for the order of prompts and for the learner's random numbers."""
 
@@ -144,8 +152,6 @@ class EnvironmentSection(Section, frozen=True):
     """Time limit for your function's own work before its first turn, between two turns, and after the last, in seconds."""
     episode_timeout_s: PositiveFloat = 300.0
     """Time limit for an episode, sampling included, in seconds."""
-    close_timeout_s: PositiveFloat = 10.0
-    """Time within which a cancelled episode must end, in seconds. After that its process is killed."""
     max_retries: NonNegativeInt = 2
     """Number of times that an episode is played again after a time limit or a lost process. After that its lease fails.
     Temporary failures of services have their own limit, `task.reward_retry_s`."""
@@ -212,8 +218,6 @@ class RolloutSection(Section, frozen=True):
     lease_timeout_s: PositiveFloat = 600.0
     """Time an actor has to return the group of a lease, in seconds. After that the lease expires and the prompt is
     re-queued."""
-    max_lease_attempts: PositiveInt = 3
-    """Number of failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor do not count."""
 
 
 class StalenessSection(Section, frozen=True):
@@ -265,8 +269,6 @@ class HubSection(Section, frozen=True):
     `hub.key`."""
     max_actors: PositiveInt = 1024
     """Maximum number of connected actors; further ones are refused."""
-    heartbeat_s: PositiveFloat = 1.0
-    """Time between two heartbeats of an actor, in seconds."""
     dead_after_s: PositiveFloat = 15.0
     """Time without a message after which a peer counts as dead, in seconds. A dead actor's leases go to others."""
     max_message_mb: Annotated[int, Meta(ge=1, le=65536)] = 256
@@ -281,11 +283,9 @@ class LogSection(Section, frozen=True):
     fsync: Literal["off", "second", "ack"] = "off"
     """Time at which records are forced to disk. off: never; records survive the death of every process, but not a power
     failure. second: at most once a second. ack: before every acknowledgement."""
-    segment_mb: PositiveInt = 64
-    """Size at which a segment file is closed, in MB. Segments are deleted as a whole."""
-    retain_mb: PositiveInt = 1024
-    """Size above which the oldest segments are deleted, in MB. Segments that the oldest kept checkpoint needs are kept; the
-    learner then writes an early checkpoint."""
+    retain_mb: Annotated[int, Meta(ge=128)] = 1024
+    """Size above which the oldest files of the log, of 64 MB each, are deleted, in MB. Files that the oldest kept checkpoint
+    needs are kept; the learner then writes an early checkpoint."""
     min_free_mb: PositiveInt = 64
     """Free disk space below which no lease is granted, in MB."""
 

@@ -218,11 +218,3 @@ class TrainSection(Section, frozen=True):
     `log.retain_mb` needs; a learner that dies then trains again from the first step, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
-    max_failed_leases: PositiveInt = 200
-    """Number of failed leases (reward errors) in a row after which the run stops with an error."""
-    no_actor_timeout_s: NonNegativeFloat = 0.0
-    """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
-    s."""
-    no_group_timeout_s: NonNegativeFloat | None = None
-    """Time with connected actors but no usable group after which the run stops with an error that gives the reason, in seconds.
-    0: wait forever. none: 6 times `rollout.lease_timeout_s`."""

@@ -26,6 +26,11 @@ def _of(section: str, keys: str) -> tuple[str, ...]:
 RULES = (
     Rule("ignored", _of("run", "resume grace_s"), "It only says how the run ends and continues."),
     Rule("recorded", _of("run", "dir mirror"), "A run's folder may be moved."),
+    Rule(
+        "recorded",
+        _of("run", "max_failed_leases no_actor_timeout_s no_group_timeout_s"),
+        "It only decides when to give the run up.",
+    ),
     Rule("refused", _of("run", "seed"), "The order of the prompts follows from it."),
     Rule(
         "refused",
@@ -85,7 +90,7 @@ RULES = (
     Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It only limits a waiting time."),
     Rule(
         "recorded",
-        _of("environment", "workers turn_timeout_s episode_timeout_s close_timeout_s max_retries"),
+        _of("environment", "workers turn_timeout_s episode_timeout_s max_retries"),
         "It only decides when an episode is retried or given up.",
     ),
     Rule("recorded", _of("environment", "python requirements"), "It only decides where the environment runs."),
@@ -103,7 +108,7 @@ RULES = (
         _of("rollout", "group_size max_new_tokens temperature"),
         "Kept groups, and leases that actors still hold, were sampled with it.",
     ),
-    Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It only decides when a lease is given up."),
+    Rule("recorded", _of("rollout", "lease_timeout_s"), "It only decides when a lease is given up."),
     Rule(
         "recorded",
         _of("staleness", "max_staleness target staleness_policy hard_max_staleness lag_of selection auto"),
@@ -165,15 +170,15 @@ RULES = (
     Rule("recorded", _of("train", "compile"), "Compiled layers round differently, within a dtype's precision."),
     Rule(
         "recorded",
-        _of("train", "checkpoint_interval keep_checkpoints max_failed_leases no_actor_timeout_s no_group_timeout_s"),
-        "It only decides what is kept, and when the run is given up.",
+        _of("train", "checkpoint_interval keep_checkpoints"),
+        "It only decides what is kept.",
     ),
     Rule(
         "recorded",
-        _of("hub", "address bind key learner_key allowed_keys max_actors heartbeat_s dead_after_s max_message_mb"),
+        _of("hub", "address bind key learner_key allowed_keys max_actors dead_after_s max_message_mb"),
         "It only decides how services find and trust each other.",
     ),
-    Rule("recorded", _of("log", "enabled fsync segment_mb retain_mb min_free_mb"), "It only decides how groups are kept."),
+    Rule("recorded", _of("log", "enabled fsync retain_mb min_free_mb"), "It only decides how groups are kept."),
     Rule(
         "recorded",
         _of(

@@ -110,7 +110,7 @@ def health_page() -> str:
         "## Late batches",
         f"Checked while the learner waits for a batch. Reported after {LATE_S:g} s; for common causes, only once the wait "
         f"also exceeds {LATE_FACTOR:g}x the mean of the last {NUM_WAITS} waits. If several reasons apply, the first is "
-        "reported. The next batch clears it. `train.no_actor_timeout_s` and `train.no_group_timeout_s` limit the wait and "
+        "reported. The next batch clears it. `run.no_actor_timeout_s` and `run.no_group_timeout_s` limit the wait and "
         "then end the run with the reason.",
         _table(("reason", "condition", "hint"), causes),
     ]

@@ -236,7 +236,7 @@ class _ReplayedLearner:
         self._changed = changed
         self._config = replace_settings(config, changed)
         self._policy = StalenessPolicy(self._config.staleness, config.train)
-        self._evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+        self._evaluations = Evaluations(interval=0, num_prompts=0)
         """No evaluation is ever due: the log has no leases for evaluation."""
         self._use_ledger(Ledger())
         self._offered: Granted | None = None

@@ -128,7 +128,6 @@ def simulate_batches(
         Evaluations(
             interval=evaluation.interval if config.data.eval_data else 0,
             num_prompts=evaluation.num_prompts * max(1, len(eval_sets(config.data))),
-            max_attempts=config.rollout.max_lease_attempts,
         ),
         source.timings,
         Fleet(num_actors, config.actor.max_inflight_groups, source.cores),

@@ -104,7 +104,7 @@ class Dispatcher:
         self._stop_reason: str | None = None
         queue = self._send_queue = SendQueue()
         self._join_server = JoinServer(contract.join_payload, queue)
-        failures = self._failures = LeaseFailures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
+        failures = self._failures = LeaseFailures(config.run.max_failed_leases, wake)
         evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
         self._evaluations = evaluations
         target = make_target(settings.staleness)

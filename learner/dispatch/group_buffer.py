@@ -87,7 +87,7 @@ class GroupBuffer:
     def fail(self, lease_id: int, reason: str) -> None:
         """End a training lease that brought nothing usable, or raise `LogFullError` and change nothing.
 
-        Its prompt is re-queued, up to `rollout.max_lease_attempts` in all.
+        Its prompt is re-queued, up to `MAX_LEASE_ATTEMPTS` in all.
         """
         prompt_id = self._journal.ledger.find(lease_id).prompt_id
         is_final = self._failures.is_last_attempt(prompt_id)

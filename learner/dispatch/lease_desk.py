@@ -45,9 +45,7 @@ class EvaluationLeases:
         self._pass_reward = evaluation.pass_reward
         self._sets = [prompt.data_set for prompt in prompts.evaluation]
         num_prompts = min(evaluation.num_prompts * len(set(self._sets)), len(prompts.evaluation))
-        self.rounds = Evaluations(
-            interval=evaluation.interval, num_prompts=num_prompts, max_attempts=rollout.max_lease_attempts
-        )
+        self.rounds = Evaluations(interval=evaluation.interval, num_prompts=num_prompts)
         self._samples = EvaluationSampleRows(num_prompts, prompts.decode, record)
         self.num_answered = 0
         """Leases whose completions have arrived."""
@@ -74,7 +72,7 @@ class EvaluationLeases:
         self._samples.record(prompt, rollouts[0], current.policy_version)
 
     def fail(self, lease_id: int, reason: str) -> None:
-        """End a lease that brought nothing usable; its prompt gets another try, up to `rollout.max_lease_attempts`."""
+        """End a lease that brought nothing usable; its prompt gets another try, up to `MAX_LEASE_ATTEMPTS`."""
         self._current().fail(lease_id)
 
     def end_round(self) -> None:

@@ -324,7 +324,7 @@ class Roster:
         """Record a member's statistics and reward troubles, unless heartbeats come in a flood or from very many."""
         now = member.last_heard
         seconds = now - member.stats_at
-        if seconds < max(self._hub.heartbeat_s / 2, len(self) / MAX_ACTOR_ROWS_PER_S):
+        if seconds < max(messages.HEARTBEAT_S / 2, len(self) / MAX_ACTOR_ROWS_PER_S):
             return
         self._note_reward_trouble(member, heartbeat.reward_trouble)
         tokens = heartbeat.stats.num_generated_tokens - member.stats.num_generated_tokens

@@ -9,6 +9,7 @@ from offbeat.common.errors import ServiceError
 from offbeat.common.records.rows import ActorRow, OtherRow, Recorder, Row
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config
+from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 
 
 @dataclass
@@ -38,11 +39,10 @@ class RunFailedError(ServiceError):
 class LeaseFailures:
     """Owns both counts of failed leases, and the error that ends the run."""
 
-    def __init__(self, max_lease_attempts: int, max_failed_leases: int, wake: Callable[[], None]) -> None:
+    def __init__(self, max_failed_leases: int, wake: Callable[[], None]) -> None:
         """`wake` is called when the run must end: the training thread may wait for groups."""
         self.error: BaseException | None = None
         """The error that the training thread must raise."""
-        self._max_lease_attempts = max_lease_attempts
         self._max_failed_leases = max_failed_leases
         self._wake = wake
         self._by_prompt: Counter[int] = Counter()
@@ -54,18 +54,18 @@ class LeaseFailures:
 
     def is_last_attempt(self, prompt_id: int) -> bool:
         """Return whether a prompt is given up if it fails once more."""
-        return self._by_prompt[prompt_id] + 1 >= self._max_lease_attempts
+        return self._by_prompt[prompt_id] + 1 >= MAX_LEASE_ATTEMPTS
 
     def count_attempt(self, prompt_id: int) -> int:
         """Count a failed attempt and return the number of them; a prompt that is given up starts anew in the next epoch."""
         self._by_prompt[prompt_id] += 1
         num_attempts = self._by_prompt[prompt_id]
-        if num_attempts >= self._max_lease_attempts:
+        if num_attempts >= MAX_LEASE_ATTEMPTS:
             del self._by_prompt[prompt_id]
         return num_attempts
 
     def count_lease(self, last: str) -> None:
-        """Count a failed lease; end the run when `train.max_failed_leases` have failed without a good group between them.
+        """Count a failed lease; end the run when `run.max_failed_leases` have failed without a good group between them.
 
         `last` says how this lease failed.
         """
@@ -73,9 +73,7 @@ class LeaseFailures:
         self.last = last
         if self.num_in_a_row >= self._max_failed_leases:
             self.end_run(
-                RunFailedError(
-                    f"the last {self.num_in_a_row} leases failed (train.max_failed_leases), the last one with {last}"
-                )
+                RunFailedError(f"the last {self.num_in_a_row} leases failed (run.max_failed_leases), the last one with {last}")
             )
 
     def end_run(self, error: BaseException) -> None:

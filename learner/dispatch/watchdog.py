@@ -22,7 +22,7 @@ NUM_WAITS = 10
 FAILING_LEASES = 3
 """Failed leases in a row from which on the rewards are failing."""
 LEASE_TIMEOUTS = 6
-"""Default of `train.no_group_timeout_s`, in multiples of `rollout.lease_timeout_s`."""
+"""Default of `run.no_group_timeout_s`, in multiples of `rollout.lease_timeout_s`."""
 LONGEST_LOOK_S = 5.0
 """Most seconds counted between two looks: a learner that was stopped has not waited."""
 _MAX_NAMED = 4
@@ -57,7 +57,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "rewards_failing": Cause(
         f"The last {FAILING_LEASES} or more leases failed, or groups wait for rewards that are unavailable.",
-        "Repair task.reward or the service behind it. The run ends after train.max_failed_leases in a row.",
+        "Repair task.reward or the service behind it. The run ends after run.max_failed_leases in a row.",
     ),
     "groups_dropped": Cause(
         "At least a batch of groups was dropped during the wait.",
@@ -277,27 +277,27 @@ class Watchdog:
         """Return the end of the wait in words."""
         alone_s, without_group_s = self._limits_s()
         limit_s, setting = (
-            (alone_s, "train.no_actor_timeout_s") if name == "no_actor" else (without_group_s, "train.no_group_timeout_s")
+            (alone_s, "run.no_actor_timeout_s") if name == "no_actor" else (without_group_s, "run.no_group_timeout_s")
         )
         return f"the run ends after {limit_s:g} s of it ({setting})" if limit_s else f"the run waits forever ({setting} = 0)"
 
     def _end_if_hopeless(self, late: Late, weight_problems: Callable[[], list[str]]) -> None:
         alone_s, without_group_s = self._limits_s()
         if alone_s and self._alone_s > alone_s:
-            waited = f"no actor for {self._alone_s:.0f} s (train.no_actor_timeout_s = {alone_s:g})"
+            waited = f"no actor for {self._alone_s:.0f} s (run.no_actor_timeout_s = {alone_s:g})"
             self._failures.end_run(RunFailedError(f"{waited}: {late.detail}"))
         elif without_group_s and self._without_group_s > without_group_s:
-            waited = f"no group for {self._without_group_s:.0f} s (train.no_group_timeout_s = {without_group_s:g})"
+            waited = f"no group for {self._without_group_s:.0f} s (run.no_group_timeout_s = {without_group_s:g})"
             why = "; ".join([late.detail, *weight_problems()])
             self._failures.end_run(RunFailedError(f"{waited}: {why}. {CAUSES[late.name].hint}"))
 
     def _limits_s(self) -> tuple[float, float]:
         """Return the seconds without any actor, and those without a group, that end the run; 0: never."""
         config = self._settings.config
-        without_group_s = config.train.no_group_timeout_s
+        without_group_s = config.run.no_group_timeout_s
         if without_group_s is None:
             without_group_s = LEASE_TIMEOUTS * config.rollout.lease_timeout_s
-        return config.train.no_actor_timeout_s, without_group_s
+        return config.run.no_actor_timeout_s, without_group_s
 
 
 _INABILITIES = {

@@ -8,14 +8,15 @@ import numpy as np
 
 from offbeat.common.records.rows import EvalRow
 from offbeat.learner.leases.groups import Rollout
+from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 
 
 class Round:
     """One pass over the held-out prompts under one policy version (or later ones, where weights change meanwhile)."""
 
-    def __init__(self, policy_version: int, prompt_ids: list[int], max_attempts: int) -> None:
+    def __init__(self, policy_version: int, prompt_ids: list[int]) -> None:
         self.policy_version = policy_version
-        self._waiting = deque((prompt_id, max_attempts) for prompt_id in prompt_ids)
+        self._waiting = deque((prompt_id, MAX_LEASE_ATTEMPTS) for prompt_id in prompt_ids)
         self._leased: dict[int, tuple[int, int]] = {}
         self.rewards: dict[int, list[float]] = {}
         """Rewards of the completions, by prompt."""
@@ -99,10 +100,9 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 class Evaluations:
     """The rounds of a run, one after another; a round that falls due while one runs waits its turn."""
 
-    def __init__(self, *, interval: int, num_prompts: int, max_attempts: int) -> None:
+    def __init__(self, *, interval: int, num_prompts: int) -> None:
         self._interval = interval
         self._num_prompts = num_prompts
-        self._max_attempts = max_attempts
         self._due: deque[int] = deque()
         self._reached: int | None = None
         self.current: Round | None = None
@@ -125,7 +125,7 @@ class Evaluations:
     def begin(self) -> Round | None:
         """Return the current round, after starting the next one that is due; None when none is."""
         if self.current is None and self._due:
-            self.current = Round(self._due.popleft(), list(range(self._num_prompts)), self._max_attempts)
+            self.current = Round(self._due.popleft(), list(range(self._num_prompts)))
         return self.current
 
     def end(self) -> Round:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MAX_LEASE_ATTEMPTS = 3
+"""Failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor do not count."""
 MUCH_LEFT_OUT = 0.05
 """Share of rows left out as too long above which the user is warned."""
 MUCH_UNKNOWN = 0.1

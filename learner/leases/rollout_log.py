@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Fsync = Literal["off", "second", "ack"]
 
+SEGMENT_BYTES = 64 << 20
+"""Size at which a segment file is closed. Segments are deleted as a whole."""
 LOOK_S = 1.0
 """Seconds between looks at the free space, and between the syncs of `fsync = "second"`."""
 
@@ -55,9 +57,9 @@ class RolloutLog:
         *,
         run_id: str,
         fsync: Fsync,
-        segment_bytes: int,
         retain_bytes: int,
         min_free_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
         after: log_records.Position | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

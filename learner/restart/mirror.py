@@ -4,7 +4,7 @@
 
 A closed segment and a whole checkpoint never change, so each is uploaded once. The segment that is being written is uploaded
 with each checkpoint, which thus finds its whole past there. A disk takes with it the groups that were accepted after the newest
-segment or checkpoint was uploaded, `log.segment_mb` and what arrives during an upload at most; their prompts are re-queued.
+segment or checkpoint was uploaded, a segment of 64 MB and what arrives during an upload at most; their prompts are re-queued.
 """
 
 import logging

@@ -353,7 +353,6 @@ def open_log(run_folder: Path, run_id: str, settings: LogSection, state: Service
         run_folder / LOG,
         run_id=run_id,
         fsync=settings.fsync,
-        segment_bytes=settings.segment_mb << 20,
         retain_bytes=settings.retain_mb << 20,
         min_free_bytes=settings.min_free_mb << 20,
         after=state.dispatcher.log_end if state else None,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -341,14 +342,15 @@ def actor_of(
             leave=leave,
             leave_within_s=LEAVE_WITHIN_S,
         ),
-        hub=HubSection(address=address or learner.hub.address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s),
+        hub=HubSection(address=address or learner.hub.address, dead_after_s=dead_after_s),
         metrics=MetricsSection(routing_interval=routing_interval),
     )
-    actor = Actor(config, FakeEngine(policy_version))
-    try:
-        yield actor
-    finally:
-        actor.close()
+    with patch("offbeat.actor.contact.HEARTBEAT_S", heartbeat_s):
+        actor = Actor(config, FakeEngine(policy_version))
+        try:
+            yield actor
+        finally:
+            actor.close()
 
 
 def eventually(claim: Callable[[], bool], learner: Learner) -> None:

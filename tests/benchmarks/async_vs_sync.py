@@ -210,7 +210,7 @@ def _engine_config(folder: Path) -> Config:
         rollout=RolloutSection(group_size=GROUP_SIZE, max_new_tokens=256),
         # Micro-batches are small, because padding would dominate one of all 64 completions.
         train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP, micro_batch_tokens=2048),
-        hub=HubSection(address="tcp://127.0.0.1:0", heartbeat_s=0.2),
+        hub=HubSection(address="tcp://127.0.0.1:0"),
         actor=ActorSection(max_inflight_groups=ENGINE_GROUPS_PER_STEP),
         metrics=MetricsSection(tensorboard=False),
     )

@@ -4,7 +4,7 @@
 
 This process runs all actors, another one the learner: the production Hub, HubThread, Dispatcher and rollout log; its training
 thread only takes batches. Each actor takes as many leases as its credit allows, answers each of them after a time around
-`SECONDS_PER_GROUP`, and sends a heartbeat every `hub.heartbeat_s`, as real actors do. The credit follows from the offered load.
+`SECONDS_PER_GROUP`, and sends a heartbeat every `HEARTBEAT_S`, as real actors do. The credit follows from the offered load.
 
     offered      groups a second if every lease were renewed at once
     answered     groups a second that were acknowledged
@@ -30,10 +30,11 @@ import zmq
 
 from offbeat.common.processes.files import raise_limit
 from offbeat.common.records.rows import EventRow, Row
-from offbeat.common.settings.config import HubSection, LogSection
+from offbeat.common.settings.config import LogSection
 from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (
+    HEARTBEAT_S,
     Ack,
     ActorHeartbeat,
     ActorStats,
@@ -105,7 +106,6 @@ def serve(connection: Connection) -> None:
                 Path(folder),
                 run_id="run",
                 fsync=settings.fsync,
-                segment_bytes=settings.segment_mb * MEBI,
                 retain_bytes=settings.retain_mb * MEBI,
                 min_free_bytes=settings.min_free_mb * MEBI,
             )
@@ -197,8 +197,8 @@ class LiveActors:
 
     def work(self, seconds: float) -> None:
         """Answer leases and send heartbeats for so long; `seen` has what happened."""
-        heartbeat_s, now = HubSection().heartbeat_s, time.monotonic()
-        end, gap = now + seconds, heartbeat_s / len(self._actors)
+        now = time.monotonic()
+        end, gap = now + seconds, HEARTBEAT_S / len(self._actors)
         beats = deque((now + index * gap, actor) for index, actor in enumerate(self._actors.values()))
         while (now := time.monotonic()) < end:
             while self._due and self._due[0][0] <= now:
@@ -206,7 +206,7 @@ class LiveActors:
             while beats[0][0] <= now:
                 due, actor = beats.popleft()
                 self._beat(actor)
-                beats.append((due + heartbeat_s, actor))
+                beats.append((due + HEARTBEAT_S, actor))
             for socket, _ in self._poller.poll(0):
                 self._hear(self._actors[socket])
             time.sleep(max(0.0, now + LOOK_S - time.monotonic()))

@@ -67,7 +67,7 @@ def simulate(timings: Timings, max_staleness: int, target: Literal["bound", "aut
 def _run(timings: Timings, max_staleness: int, target: Literal["bound", "auto"], seed: int) -> Sequence[SimulatedBatch]:
     train = TrainSection(num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     policy = StalenessPolicy(StalenessSection(max_staleness=max_staleness, target=target), train)
-    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    evaluations = Evaluations(interval=0, num_prompts=0)
     fleet = Fleet(4, 8)
     simulation = Simulation(policy, evaluations, timings, fleet, evaluation_group_size=1, weights_interval=1, seed=seed)
     return simulation.run(NUM_STEPS)[NUM_STEPS // 5 : -max_staleness - 1]

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.common.settings.config import LogSection
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import encode_record
@@ -36,7 +35,6 @@ NUM_GROUPS = {64: 8000, 1024: 2000, 4096: 600}
 """Number of groups in one trial, by tokens per completion."""
 NUM_SYNCED_GROUPS = 200
 """Number of groups in a trial with fsync policy ack."""
-SEGMENT_BYTES = LogSection().segment_mb << 20
 HUGE = 1 << 50
 
 Payload = tuple[Accepted, np.ndarray, np.ndarray]
@@ -75,7 +73,7 @@ def plain_write(folder: Path, payload: Payload, num_groups: int) -> float:
 
 def append(folder: Path, payload: Payload, num_groups: int, *, fsync: Fsync, groups_per_commit: int = 1) -> float:
     """Append and commit all groups; return the seconds."""
-    log = RolloutLog(folder, run_id="run", fsync=fsync, segment_bytes=SEGMENT_BYTES, retain_bytes=HUGE, min_free_bytes=0)
+    log = RolloutLog(folder, run_id="run", fsync=fsync, retain_bytes=HUGE, min_free_bytes=0)
     started = time.perf_counter()
     for index in range(num_groups):
         log.append(*payload)

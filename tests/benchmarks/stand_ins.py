@@ -10,7 +10,7 @@ import numpy as np
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.records.rows import Recorder
-from offbeat.common.settings.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.settings.config import Config, HubSection, RolloutSection, RunSection, StalenessSection, TaskSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.dispatch.canary import Canary
@@ -148,7 +148,8 @@ def make_dispatcher(
     config = Config(
         rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
         staleness=StalenessSection(max_staleness=max_staleness),
-        train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps, max_failed_leases=1),
+        train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps),
+        run=RunSection(max_failed_leases=1),
     )
     contract = Contract(
         run_id="benchmark",

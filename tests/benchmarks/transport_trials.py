@@ -177,7 +177,6 @@ def serve_hub(connection: Connection, trial: Trial) -> None:
             Path(folder),
             run_id="run",
             fsync=settings.fsync,
-            segment_bytes=settings.segment_mb * MEBI,
             retain_bytes=settings.retain_mb * MEBI,
             min_free_bytes=settings.min_free_mb * MEBI,
         )

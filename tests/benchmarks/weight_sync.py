@@ -59,7 +59,6 @@ def run() -> None:
     of_run = run_offbeat(
         "deploy/local/quickstart/quickstart.toml",
         f"train.num_steps={RUN_STEPS}",
-        "hub.heartbeat_s=0.2",
         timeout_s=RUN_TIMEOUT_S,
     )
     steps = of_run.of_kind(StepRow)

@@ -65,10 +65,8 @@ NUM_MORE = 200
 SETTINGS = (
     "train.checkpoint_interval=10",
     "hub.dead_after_s=5.0",
-    "hub.heartbeat_s=0.5",
     "weights.timeout_s=5",
-    # Small segments, none of them deleted: the audit reads the whole log.
-    "log.segment_mb=1",
+    # Nothing is deleted: the audit reads the whole log.
     "log.retain_mb=100000",
     "log.min_free_mb=16",
     "data.appended_data=allow",
@@ -78,7 +76,7 @@ SETTINGS = (
     "launch.max_restarts=1000",
 )
 """Settings of every round; the user's overrides come after them."""
-ENVIRONMENT_SETTINGS = ("environment.workers=2", "environment.turn_timeout_s=4", "environment.close_timeout_s=2")
+ENVIRONMENT_SETTINGS = ("environment.workers=2", "environment.turn_timeout_s=4")
 """Settings of runs with an environment, so that a blocked process is replaced soon."""
 QUICKSTART_SETTINGS = ("train.num_steps=150", "rollout.lease_timeout_s=30")
 

@@ -53,7 +53,7 @@ async def game(chat: Any, row: dict[str, Any]) -> Any:
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "tools"))
     monkeypatch.setenv(FUNCTION_VARIABLE, f"{__name__}:game")
-    return Tools(tmp_path / "tools", EnvironmentSection(turn_timeout_s=0.1, close_timeout_s=0.1))
+    return Tools(tmp_path / "tools", EnvironmentSection(turn_timeout_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
     tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chaos_tools, "END_S", 0.1)
+    monkeypatch.setattr(chaos_tools, "CLOSE_TIMEOUT_S", 0.1)
     script = f"import asyncio; from {__name__} import *; asyncio.run(play(Unasked(), {{'returns': 1.0, 'turns': 9999}}))"
     workers: list[subprocess.Popen] = []
 

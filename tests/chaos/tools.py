@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.actor.environments.episodes import CLOSE_TIMEOUT_S
 from offbeat.common.processes import process_table as processes
 from offbeat.common.settings.config import EnvironmentSection
 
@@ -50,7 +51,7 @@ class Tools:
         words = self._obeyed("wedge", "wedged", pause)
         if words is None:
             return Struck(None)
-        limit_s = self._limits.turn_timeout_s + self._limits.close_timeout_s + END_S
+        limit_s = self._limits.turn_timeout_s + CLOSE_TIMEOUT_S + END_S
         left = self._outlive(words, limit_s, pause)
         violations = (f"a process whose loop was blocked was not replaced within {limit_s:g} s",) if left else ()
         return Struck("a tool blocked the event loop of its process", violations, has_hit=True)

@@ -35,9 +35,9 @@ CONFIG = Config(
     rollout=RolloutSection(temperature=0.7),
     judge=JudgeSection(url="http://judge/v1", model="m", key_env="JUDGE_KEY", cache="/cache", options={"api_key": "sk-1"}),
     actor=ActorSection(name="a", engine_options={"hf_token": "hf-1", "max_num_seqs": 8}),
-    hub=HubSection(address="tcp://10.0.0.1:5700", key="/keys/learner.key", heartbeat_s=0.5),
+    hub=HubSection(address="tcp://10.0.0.1:5700", key="/keys/learner.key", dead_after_s=20.0),
 )
-NO_PATHS = {"data.image_field", "data.train_split", "data.eval_split", "log.segment_mb"}
+NO_PATHS = {"data.image_field", "data.train_split", "data.eval_split", "log.retain_mb"}
 """Settings whose texts speak of files and folders, and that name none."""
 
 
@@ -59,7 +59,7 @@ def test_actor_gets_the_small_files_and_the_settings_without_secrets_and_paths(t
     for secret in ("sk-1", "hf-1", "/models", "/data", "/keys", "/cache", "10.0.0.1"):
         assert secret not in received.settings
     config = load_text(received.settings)
-    assert (config.rollout.temperature, config.task.reward, config.hub.heartbeat_s) == (0.7, "mine:digits", 0.5)
+    assert (config.rollout.temperature, config.task.reward, config.hub.dead_after_s) == (0.7, "mine:digits", 20.0)
     assert config.judge.key_env == "JUDGE_KEY", "a name, which the actor's machine gives a value"
     with pytest.raises(SettingError, match=r"actor\.engine_options.*masked.*actor\.engine_options\.NAME=VALUE"):
         refuse_masked(config)

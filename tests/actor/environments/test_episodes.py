@@ -32,7 +32,7 @@ from offbeat.protocols.payload import Segment, Turn
 from offbeat.protocols.wire import decode_from_actor, encode
 from tests.trees import read_by_turns, trees_of_turns
 
-LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, close_timeout_s=5, max_retries=2)
+LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, max_retries=2)
 PROMPT = [1, 2]
 
 

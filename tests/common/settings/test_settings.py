@@ -306,10 +306,10 @@ def test_value_beyond_every_use_is_refused(override: str) -> None:
 
 def test_all_values_that_are_not_accepted_are_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[train]\nnum_steps = "many"\n[hub]\nheartbeat_s = -1\nport = 3\n')
+    file.write_text('[train]\nnum_steps = "many"\n[hub]\ndead_after_s = -1\nport = 3\n')
     with pytest.raises(SettingError) as raised:
         load(file)
-    assert [text.split(" = ")[0] for text in raised.value.texts] == ["train.num_steps", "hub.heartbeat_s", "setting"]
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["train.num_steps", "hub.dead_after_s", "setting"]
     with pytest.raises(SettingError) as raised:
         load(None, ["tempertaure=1", "max_new_tokens=abc", "learning_rate=-1"])
     assert [text.split(" = ")[0] for text in raised.value.texts] == ["setting", "rollout.max_new_tokens", "train.learning_rate"]

@@ -113,10 +113,10 @@ def test_second_learner_without_a_log_is_refused_and_writes_nothing(
 
 def test_learner_without_actors_says_so_and_stops_by_a_setting(services: Services, tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, tiny_model)
-    result = services.run("learner", config, "train.no_actor_timeout_s=2")
+    result = services.run("learner", config, "run.no_actor_timeout_s=2")
     assert result.returncode == 3
     assert "no actor for" in result.stderr.splitlines()[-1]
-    assert "train.no_actor_timeout_s" in result.stderr.splitlines()[-1]
+    assert "run.no_actor_timeout_s" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.engine
@@ -138,7 +138,7 @@ def test_reward_that_always_raises_ends_the_run_with_the_line_that_raised(
         tiny_model,
         task={"reward": "broken_reward:reward"},
         actor={"engine": "transformers", "engine_options": {}},
-        train={"max_failed_leases": 5},
+        run={"max_failed_leases": 5},
     )
     (tmp_path / "broken_reward.py").write_text(
         "def reward(prompt, completion, row):\n    return 0.0 if 'stands for' in completion else row['no such field']\n"

@@ -91,7 +91,7 @@ class Play:
         )
         self.version = version
         self.desk = Desk(
-            f"train.max_failed_leases={10**9}",
+            f"run.max_failed_leases={10**9}",
             f"loss.zero_variance={'drop' if self.drop_zero_variance else 'count'}",
             config=msgspec.structs.replace(CONFIG, staleness=self.config.staleness, train=self.config.train),
             policy_version=version,

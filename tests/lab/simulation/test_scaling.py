@@ -97,7 +97,7 @@ def run(regime: Regime, seed: int = 0) -> tuple[list[SimulatedBatch], ChangingSc
     scaling = ChangingScaling(scale, regime.begins_with, SLOTS, **pool)
     simulation = Simulation(
         policy,
-        Evaluations(interval=0, num_prompts=1, max_attempts=1),
+        Evaluations(interval=0, num_prompts=1),
         timings,
         Fleet(regime.begins_with, SLOTS, regime.cores),
         evaluation_group_size=1,

@@ -67,7 +67,7 @@ def run(
     interval, num_prompts = evaluation
     simulation = Simulation(
         policy(bounds, train),
-        Evaluations(interval=interval, num_prompts=num_prompts, max_attempts=1),
+        Evaluations(interval=interval, num_prompts=num_prompts),
         timings,
         fleet,
         evaluation_group_size=1,
@@ -419,7 +419,7 @@ def test_one_seed_gives_one_result() -> None:
 
 def test_time_limit_ends_the_run() -> None:
     policy = StalenessPolicy(bound(0), TrainSection(num_steps=100, groups_per_step=2))
-    evaluations = Evaluations(interval=0, num_prompts=1, max_attempts=1)
+    evaluations = Evaluations(interval=0, num_prompts=1)
     timings = make_timings([[3.0]], train_s=2.0)
     simulation = Simulation(policy, evaluations, timings, Fleet(2, 1), evaluation_group_size=1, weights_interval=1, seed=0)
     assert ends(simulation.run(100, seconds=12.0)) == [5.0, 10.0]

@@ -15,6 +15,7 @@ from offbeat.common.settings.config import (
     HubSection,
     ModelSection,
     RolloutSection,
+    RunSection,
     StalenessSection,
 )
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
@@ -82,6 +83,7 @@ CONTRACT = Contract(
     max_message_bytes=1 << 20,
 )
 CONFIG = Config(
+    run=RunSection(max_failed_leases=100),
     model=ModelSection(path="model"),
     data=DataSection(train_data="data.jsonl"),
     rollout=RolloutSection(
@@ -91,7 +93,7 @@ CONFIG = Config(
     hub=HubSection(dead_after_s=DEAD_AFTER_S, max_actors=100),
     staleness=StalenessSection(max_staleness=1, target="bound"),
     loss=LossSection(zero_variance="count"),
-    train=TrainSection(groups_per_step=2, num_steps=50, max_failed_leases=100),
+    train=TrainSection(groups_per_step=2, num_steps=50),
 )
 """The default settings of a test."""
 OPERATOR = Sender("ops", "operator")

@@ -120,7 +120,7 @@ def test_rounded_sure_token_and_last_token_of_the_vocabulary_are_accepted() -> N
 
 @pytest.mark.parametrize("failure", ["rejected", "reward_error"])
 def test_prompt_that_keeps_failing_is_tried_a_few_times_and_given_up(failure: str) -> None:
-    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=0", "rollout.max_lease_attempts=3")
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=0")
     actor = Actor(desk, "a").join(capacity=1)
     order = prompts_in_order()
     bad = next(order)
@@ -137,18 +137,18 @@ def test_prompt_that_keeps_failing_is_tried_a_few_times_and_given_up(failure: st
 
 
 def test_reward_failures_in_a_row_end_the_run_and_say_why() -> None:
-    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=0", "train.max_failed_leases=3")
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=0", "run.max_failed_leases=3")
     actor = Actor(desk, "a").join(capacity=1)
     for _ in range(2):
         actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error", detail="ZeroDivisionError"))
     assert desk.batch() is None
     actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error", detail="ZeroDivisionError"))
-    with pytest.raises(RunFailedError, match=r"3 leases failed.*train\.max_failed_leases.*ZeroDivisionError.*task\.reward"):
+    with pytest.raises(RunFailedError, match=r"3 leases failed.*run\.max_failed_leases.*ZeroDivisionError.*task\.reward"):
         desk.batch()
 
 
 def test_one_good_group_between_failures_lets_the_run_go_on() -> None:
-    desk = Desk("train.groups_per_step=9", "train.max_failed_leases=2")
+    desk = Desk("train.groups_per_step=9", "run.max_failed_leases=2")
     actor = Actor(desk, "a").join(capacity=1)
     for _ in range(4):
         actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error"))
@@ -159,7 +159,7 @@ def test_one_good_group_between_failures_lets_the_run_go_on() -> None:
 
 
 def test_failure_reported_again_counts_once() -> None:
-    desk = Desk("train.max_failed_leases=2")
+    desk = Desk("run.max_failed_leases=2")
     actor = Actor(desk, "a").join(capacity=1)
     failed = LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error")
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_failure_reported_again_counts_once() -> None:
 
 
 def test_rejected_groups_in_a_row_end_the_run() -> None:
-    desk = Desk("train.max_failed_leases=3")
+    desk = Desk("run.max_failed_leases=3")
     actor = Actor(desk, "a").join(capacity=1)
     for _ in range(3):
         actor.answer(actor.leases()[0].lease_id, logprobs=(math.nan, -1.0))

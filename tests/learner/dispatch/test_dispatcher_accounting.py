@@ -27,7 +27,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         super().__init__()
         self.desk = Desk(
             f"train.num_steps={NUM_STEPS}",
-            f"train.max_failed_leases={10**9}",
+            f"run.max_failed_leases={10**9}",
             "staleness.max_staleness=2",
             "staleness.hard_max_staleness=2",
             "evaluation.interval=2",

@@ -33,7 +33,7 @@ class Liveness(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk(
-            f"train.no_actor_timeout_s={NO_ACTOR_S}",
+            f"run.no_actor_timeout_s={NO_ACTOR_S}",
             "train.num_steps=1000",
             "staleness.max_staleness=1",
             "staleness.staleness_policy=drop",

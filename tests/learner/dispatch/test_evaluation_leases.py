@@ -4,6 +4,7 @@ import math
 import threading
 
 from offbeat.common.records.rows import EvalRow, EvalSampleRow
+from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 from offbeat.protocols.messages import (
     Ack,
     Cancel,
@@ -97,11 +98,9 @@ def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
 
 
 def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> None:
-    desk = Desk(
-        "evaluation.interval=1", "evaluation.num_prompts=1", "rollout.max_lease_attempts=2", "train.max_failed_leases=100"
-    )
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", "run.max_failed_leases=100")
     actor = Actor(desk, "a").join(capacity=1)
-    for _ in range(2):
+    for _ in range(MAX_LEASE_ATTEMPTS):
         (lease,) = actor.leases()
         assert lease.prompt == "held-out 0"
         actor.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_timeout"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.records.rows import EpochRow
+from offbeat.learner.dispatch import run_state
 from offbeat.learner.leases.events import Accepted, Expired, Granted, Started, Trained
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.log_reading import read_log
@@ -194,11 +195,11 @@ def test_log_is_cut_short_by_nothing_that_the_oldest_checkpoint_needs(tmp_path: 
     log.close()
 
 
-def test_at_the_end_of_a_pass_each_prompt_was_trained_or_is_listed_with_its_reason() -> None:
+def test_at_the_end_of_a_pass_each_prompt_was_trained_or_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "MAX_LEASE_ATTEMPTS", 2)
     desk = Desk(
         "train.groups_per_step=1",
         "staleness.max_staleness=9",
-        "rollout.max_lease_attempts=2",
         "loss.zero_variance=drop",
         num_prompts=4,
     )

@@ -21,7 +21,7 @@ def row(actor: str, tokens: float) -> ActorRow:
 
 def test_run_ends_when_all_its_actors_together_have_spent_the_budget(tmp_path: Path) -> None:
     woken: list[bool] = []
-    failures = LeaseFailures(3, 3, lambda: woken.append(True))
+    failures = LeaseFailures(3, lambda: woken.append(True))
     config = Config(judge=JudgeSection(url="http://h/v1", budget_tokens=100), run=RunSection(dir=str(tmp_path)))
     recorded: list[Row] = []
     record = within_budget(config, failures, recorded.append)
@@ -41,7 +41,7 @@ def test_run_ends_when_all_its_actors_together_have_spent_the_budget(tmp_path: P
     resumed = msgspec.structs.replace(
         config, run=RunSection(dir=str(tmp_path), resume=True), judge=JudgeSection(url="http://h/v1", budget_tokens=110)
     )
-    failures = LeaseFailures(3, 3, lambda: None)
+    failures = LeaseFailures(3, lambda: None)
     record = within_budget(resumed, failures, recorded.append)
     record(row("b", 39))
     assert failures.error is None, "101 + 8 tokens"
@@ -64,6 +64,6 @@ def test_heartbeat_that_tells_of_a_spent_budget_ends_the_run() -> None:
 def test_without_a_budget_nothing_is_counted() -> None:
     recorded: list[Row] = []
     assert (
-        within_budget(Config(judge=JudgeSection(url="http://h/v1")), LeaseFailures(3, 3, lambda: None), recorded.append)
+        within_budget(Config(judge=JudgeSection(url="http://h/v1")), LeaseFailures(3, lambda: None), recorded.append)
         == recorded.append
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from offbeat.learner.dispatch import run_state
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols.messages import (
     Ack,
@@ -212,8 +213,9 @@ def test_leases_of_an_actor_that_leaves_go_on_at_once() -> None:
     assert [event.detail for event in desk.events("actor_left")] == ["SIGTERM"]
 
 
-def test_lease_handed_back_goes_on_and_is_no_failure() -> None:
-    desk = Desk("train.max_failed_leases=1", "rollout.max_lease_attempts=1")
+def test_lease_handed_back_goes_on_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "MAX_LEASE_ATTEMPTS", 1)
+    desk = Desk("run.max_failed_leases=1")
     leaver = Actor(desk, "leaver").join(capacity=1)
     (lease,) = leaver.leases()
     leaver.say(Credit(capacity=0))

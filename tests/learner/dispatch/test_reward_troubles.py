@@ -120,7 +120,7 @@ def test_failures_with_ever_other_texts_take_no_more_memory_and_are_still_counte
 
 
 def test_failed_lease_that_ends_the_run_names_the_cure_for_its_reason() -> None:
-    desk = Desk("train.max_failed_leases=1")
+    desk = Desk("run.max_failed_leases=1")
     actor = Actor(desk, "a").join(capacity=1)
     (lease,) = actor.leases()
     actor.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_unavailable", detail=DOWN))

@@ -132,7 +132,7 @@ def test_reason_of_a_late_batch_is_named_once_within_a_minute_with_the_end_of_th
     assert event.detail.startswith("no batch for 45 s: ")
     assert said in event.detail
     assert CAUSES[name].hint in event.detail
-    end = "waits forever (train.no_actor_timeout_s = 0)" if name == "no_actor" else "ends after 600 s of it (train.no_group"
+    end = "waits forever (run.no_actor_timeout_s = 0)" if name == "no_actor" else "ends after 600 s of it (run.no_group"
     assert end in event.detail
     assert said.partition("; a did not")[0] in desk.status().waiting_for
     wait(desk, 30.0, *alive)
@@ -185,12 +185,12 @@ def test_actor_that_never_answers_ends_the_run_with_the_reason() -> None:
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=2)
     wait(desk, 6 * LEASE_TIMEOUT_S, actor)
-    with pytest.raises(RunFailedError, match=r"no group for 60\d s \(train.no_group_timeout_s = 600\): .* being generated"):
+    with pytest.raises(RunFailedError, match=r"no group for 60\d s \(run.no_group_timeout_s = 600\): .* being generated"):
         wait(desk, 3 * TICK_S, actor)
 
 
 def test_each_group_starts_the_wait_anew_and_zero_means_forever() -> None:
-    desk = Desk("train.groups_per_step=3", "train.no_group_timeout_s=50")
+    desk = Desk("train.groups_per_step=3", "run.no_group_timeout_s=50")
     actor = Actor(desk, "a").join(capacity=3)
     first, second, _ = actor.leases()
     wait(desk, 40.0, actor)
@@ -200,23 +200,23 @@ def test_each_group_starts_the_wait_anew_and_zero_means_forever() -> None:
     wait(desk, 40.0, actor)
     with pytest.raises(RunFailedError, match="no_group_timeout_s = 50"):
         wait(desk, 30.0, actor)
-    patient = Desk("train.no_group_timeout_s=0")
+    patient = Desk("run.no_group_timeout_s=0")
     wait(patient, 20 * LEASE_TIMEOUT_S, Actor(patient, "a").join(capacity=2))
 
 
 def test_run_without_actors_fails_when_the_time_for_one_is_over_and_each_actor_gives_it_the_whole_time() -> None:
-    desk = Desk("train.no_actor_timeout_s=20")
+    desk = Desk("run.no_actor_timeout_s=20")
     wait(desk, 20.0)
     actor = Actor(desk, "a").join(capacity=1)
     wait(desk, TICK_S, actor)
     actor.say(Goodbye(reason="x"))
     wait(desk, 20.0)
-    with pytest.raises(RunFailedError, match=r"no actor for 25 s \(train.no_actor_timeout_s = 20\): .*start one with"):
+    with pytest.raises(RunFailedError, match=r"no actor for 25 s \(run.no_actor_timeout_s = 20\): .*start one with"):
         wait(desk, 3 * TICK_S)
 
 
 def test_time_in_which_the_learner_was_stopped_is_not_waited() -> None:
-    desk = Desk("train.no_actor_timeout_s=20")
+    desk = Desk("run.no_actor_timeout_s=20")
     wait(desk, TICK_S)
     desk.jump(10_000.0)
     assert desk.batch() is None

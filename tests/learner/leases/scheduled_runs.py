@@ -97,7 +97,7 @@ class Run:
     next_lease_id: int = 0
 
     def __post_init__(self) -> None:
-        evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+        evaluations = Evaluations(interval=0, num_prompts=0)
         self.scheduler: RolloutScheduler[Group] = RolloutScheduler(self.policy, evaluations, self)
         endless = self.shape._replace(num_batches=1000)
         self.most_open = make_policy(*endless[:3], groups_per_step=endless[3], num_steps=endless.num_steps).admit(0, 0)

@@ -10,7 +10,7 @@ import pytest
 from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.evaluation import Round, pass_at_k
 from offbeat.learner.leases.groups import Rollout
-from offbeat.learner.leases.prompts import Prompt, load_held_out
+from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS, Prompt, load_held_out
 
 
 def rollouts(rewards: Sequence[float]) -> tuple[Rollout, ...]:
@@ -23,7 +23,7 @@ def rollouts(rewards: Sequence[float]) -> tuple[Rollout, ...]:
 
 
 def finished(rewards: Sequence[Sequence[float]]) -> Round:
-    round_ = Round(4, list(range(len(rewards))), max_attempts=1)
+    round_ = Round(4, list(range(len(rewards))))
     for lease_id, of_prompt in enumerate(rewards):
         round_.next_prompt(lease_id)
         round_.complete(lease_id, rollouts(of_prompt))
@@ -57,11 +57,14 @@ def test_named_sets_have_their_own_means() -> None:
 
 
 def test_failed_prompts_are_in_no_mean() -> None:
-    round_ = Round(0, [0, 1], max_attempts=1)
+    round_ = Round(0, [0, 1])
     round_.next_prompt(0)
-    round_.fail(0)
     round_.next_prompt(1)
     round_.complete(1, rollouts([1.0]))
+    round_.fail(0)
+    for _ in range(MAX_LEASE_ATTEMPTS - 1):
+        round_.next_prompt(0)
+        round_.fail(0)
     row = round_.row(["math", "code"], pass_reward=1.0)
     assert (row.num_failed, row.pass_at, row.sets) == (1, {"1": 1.0}, {"code": 1.0})
 

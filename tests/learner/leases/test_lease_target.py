@@ -100,7 +100,7 @@ def simulate(target: str, *, train_s: float, max_staleness: int, sigma: float = 
     timings = Timings(completions_s / completions_s.max(1).mean(), np.array([train_s]), np.array([0.02]))
     train = TrainSection(num_steps=200, groups_per_step=8)
     bounds = StalenessSection(max_staleness=max_staleness, target=target)  # pyright: ignore[reportArgumentType]
-    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    evaluations = Evaluations(interval=0, num_prompts=0)
     policy, fleet = StalenessPolicy(bounds, train), Fleet(4, 8)
     simulation = Simulation(policy, evaluations, timings, fleet, evaluation_group_size=1, weights_interval=1, seed=0)
     return simulation.run(200)[40 : -max_staleness - 1]

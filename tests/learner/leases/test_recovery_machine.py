@@ -388,7 +388,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.desk = Desk(
             f"train.num_steps={NUM_STEPS}",
             f"train.groups_per_step={GROUPS_PER_STEP}",
-            f"train.max_failed_leases={10**9}",
+            f"run.max_failed_leases={10**9}",
             "staleness.max_staleness=2",
             f"staleness.hard_max_staleness={HARD_MAX_STALENESS}",
             "loss.zero_variance=drop",

@@ -76,7 +76,7 @@ class Takers:
 def make_scheduler(
     policy: StalenessPolicy, books: Shelf, *, num_eval_prompts: int = 0, evaluated_at: int = 0
 ) -> RolloutScheduler[Group]:
-    evaluations = Evaluations(interval=1, num_prompts=num_eval_prompts, max_attempts=1)
+    evaluations = Evaluations(interval=1, num_prompts=num_eval_prompts)
     evaluations.reach(evaluated_at)
     return RolloutScheduler(policy, evaluations, books)
 
@@ -173,9 +173,7 @@ def test_ledger_keeps_the_books_of_the_live_run() -> None:
     ledger = Ledger()
     ledger.apply(Granted(at=0.0, lease_id=3, prompt_id=0, epoch=0, actor="a", policy_version=0, oldest_version=0))
     policy = make_policy(2, groups_per_step=1, staleness_policy="abort")
-    scheduler: RolloutScheduler[Group] = RolloutScheduler(
-        policy, Evaluations(interval=0, num_prompts=0, max_attempts=1), ledger
-    )
+    scheduler: RolloutScheduler[Group] = RolloutScheduler(policy, Evaluations(interval=0, num_prompts=0), ledger)
     assert scheduler.abort(3) == [3]
     ledger.restore(group := make_group(3, 0), None)
     assert scheduler.abort(3) == []
@@ -232,7 +230,7 @@ def test_drop_and_abort_never_train_beyond_max_staleness_and_the_run_ends(
 def test_target_ends_a_round_of_grants_before_the_bound_and_asks_for_newer_weights() -> None:
     policy, books = make_policy(4), Shelf()
     target = LeaseTarget(policy)
-    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    evaluations = Evaluations(interval=0, num_prompts=0)
     scheduler = RolloutScheduler[Group](policy, evaluations, books, target)
     actors = Takers(books, num_slots=100, policy_version=3)
     scheduler.grant(3, actors)
@@ -243,7 +241,7 @@ def test_target_ends_a_round_of_grants_before_the_bound_and_asks_for_newer_weigh
 
 def test_target_as_wide_as_the_bound_leaves_staleness_to_hold_actors_back() -> None:
     policy, books = make_policy(1), Shelf()
-    evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+    evaluations = Evaluations(interval=0, num_prompts=0)
     scheduler = RolloutScheduler[Group](policy, evaluations, books, LeaseTarget(policy))
     scheduler.grant(0, Takers(books, num_slots=100))
     assert books.num_open == policy.most_open == 2 * policy.batch_groups

@@ -27,6 +27,7 @@ from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompt_stream import PromptTurn, StreamState
 from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import resume
 from offbeat.learner.restart.resume import Checkpoints, ServiceState
 from offbeat.learner.restart.run_identity import Change, RunIdentity, write_identity
@@ -225,8 +226,9 @@ def test_log_of_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
 def test_rolled_over_segment_of_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
     write_log(tmp_path / "own", "run")
     write_log(tmp_path / "other", "other")
-    rolled = resume.open_log(tmp_path / "other", "other", msgspec.structs.replace(NO_FSYNC, segment_mb=0), None)
-    assert rolled is not None
+    rolled = RolloutLog(
+        tmp_path / "other" / "log", run_id="other", fsync="off", retain_bytes=1 << 30, min_free_bytes=0, segment_bytes=1
+    )
     for lease_id in range(2):
         rolled.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
     shutil.copy(tmp_path / "other" / "log" / "00000003.log", tmp_path / "own" / "log")
