@@ -75,14 +75,11 @@ def _unfinished(row: EventRow) -> length_bias.EndedLease | None:
 
 
 def verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[str]:
-    """Return the bias report in sentences: the alarms or the reason for their absence, then lateness and unknown leases."""
+    """Return the bias report in sentences: the alarm or the reason for its absence, then lateness and unknown leases."""
     trained = next(part.count for part in report.parts if part.name == "trained")
     if not trained:
         return ["No group has been trained on: there is nothing to compare."]
-    if report.alarms:
-        sentences = [f"ALARM: {alarm}." for alarm in report.alarms]
-    else:
-        sentences = [f"No sign of bias: {_why_silent(report, 'dropped')}, and {_why_silent(report, 'passed over')}."]
+    sentences = [f"ALARM: {report.alarm}." if report.alarm else f"No sign of bias: {_why_silent(report)}."]
     late = report.lateness
     if late is not None and late.share > 0:
         sentences.append(
@@ -93,16 +90,12 @@ def verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[st
     return [*sentences, _unknown(report, books)]
 
 
-def _why_silent(report: length_bias.BiasReport, what: str) -> str:
-    compared = [comparison for comparison in report.comparisons if comparison.what == what]
-    strongest = max(compared, key=lambda comparison: (comparison.count, abs(comparison.effect)))
-    nothing = {"dropped": "no lease with signal was dropped", "passed over": "no ready group was passed over for a younger one"}
-    if what == "passed over" and report.lateness is None:
-        return "whether groups were passed over is not recorded"
+def _why_silent(report: length_bias.BiasReport) -> str:
+    strongest = max(report.comparisons, key=lambda comparison: (comparison.count, abs(comparison.effect)))
     if not strongest.count:
-        return nothing[what]
+        return "no lease with signal was dropped"
     return (
-        f"the {strongest.count:,} ({strongest.share:.1%}) that were {what} are too few or too like the others to matter "
+        f"the {strongest.count:,} ({strongest.share:.1%}) that were dropped are too few or too like the others to matter "
         f"(largest effect {strongest.effect:+.2f} in {length_bias.LABELS[strongest.quantity]}, p = {strongest.p_value:.2g})"
     )
 
@@ -123,7 +116,7 @@ def _unknown(report: length_bias.BiasReport, books: LedgerSums | None) -> str:
 
 DRIFT_HEAD = ("lag", "count", "log-ratio", "± std", "ESS", "clipped", "masked", "reward", "tokens")
 TURN_HEAD = ("turn", "tokens", "token lag", "KL (k3)")
-COMPARISON_HEAD = ("compared", "quantity", "leases", "mean", "effect", "p")
+COMPARISON_HEAD = ("dropped / trained", "leases", "mean", "effect", "p")
 
 
 def drift_cells(line: LagDrift) -> tuple[str, ...]:
@@ -188,10 +181,8 @@ def comparison_rows(report: length_bias.BiasReport) -> list[tuple[str, ...]]:
 
 
 def _comparison_cells(comparison: length_bias.BiasTest) -> tuple[str, ...]:
-    others = {"dropped": "trained", "passed over": "not"}[comparison.what]
     spec = length_bias.FORMATS[comparison.quantity]
     return (
-        f"{comparison.what} / {others}",
         length_bias.LABELS[comparison.quantity],
         f"{comparison.count:,} / {comparison.num_others:,}",
         f"{comparison.mean:{spec}} / {comparison.mean_of_others:{spec}}",
@@ -207,7 +198,7 @@ def render_drift(report: DriftReport) -> RenderableType:
     else:
         drift = _table("Drift by policy lag", DRIFT_HEAD, [drift_cells(line) for line in report.by_lag])
     tests = comparison_rows(report.bias)
-    style = "red" if report.bias.alarms else "green"
+    style = "red" if report.bias.alarm else "green"
     return Group(
         drift,
         *([_table("Drift by turn", TURN_HEAD, [turn_cells(line) for line in report.by_turn])] if report.by_turn else []),

@@ -319,16 +319,11 @@ def _ended_group(row: GroupRow) -> EndedGroup:
         length=sum(row.lengths) / len(row.lengths) if row.lengths else math.nan,
         duration_s=row.generate_s,
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
-        ready_at=_or_nan(row.ready_at),
-        taken_at=_or_nan(row.taken_at),
+        taken_at=row.taken_at,
         num_turns=sum(row.num_turns) / len(row.num_turns) if row.num_turns else math.nan,
         environment_s=sum(row.environment_s) / len(row.environment_s) if row.environment_s else math.nan,
     )
     return EndedGroup(lease, array("i", row.lengths), row.time)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 class _Weighted(NamedTuple):

@@ -98,9 +98,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     """Seconds the actor took."""
     num_segments: int
     """Largest number of versions that sampled one completion."""
-    ready_at: float | None = None
-    """Time at which the group entered the learner's buffer; absent in runs of older versions, as `taken_at`."""
-    taken_at: float | None = None
+    taken_at: float
     """Time at which the group left the buffer: selected with its batch, or dropped."""
     num_turns: list[int] | None = None
     """Turns of each episode; absent without an environment."""

@@ -240,9 +240,6 @@ class StalenessSection(Section, frozen=True):
     group's oldest token. token_mean: the mean over all tokens. last_segment: the version each completion ended with, the oldest
     of them. The lag from it is compared with `staleness.hard_max_staleness`, and with `staleness.max_staleness` to drop or
     count late groups."""
-    selection: Literal["oldest_lease", "first_finished"] = "oldest_lease"
-    """Order in which finished groups are trained on. first_finished favors short completions and so biases training; it exists
-    as a negative control."""
     auto: bool = False
     """Adapt `staleness.max_staleness` during the run, for `staleness.staleness_policy = "gate"`. The bound falls while the
     measured drift is large compared with the noise floor. It rises, up to `staleness.hard_max_staleness`, while the drift is

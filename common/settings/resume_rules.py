@@ -111,7 +111,7 @@ RULES = (
     Rule("recorded", _of("rollout", "lease_timeout_s"), "It only decides when a lease is given up."),
     Rule(
         "recorded",
-        _of("staleness", "max_staleness target staleness_policy hard_max_staleness lag_of selection auto"),
+        _of("staleness", "max_staleness target staleness_policy hard_max_staleness lag_of auto"),
         "`offbeat set` may change it during the run, too.",
     ),
     Rule(

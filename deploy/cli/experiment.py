@@ -93,13 +93,12 @@ def replay_command(
     run: RunFolder,
     staleness: Annotated[str, typer.Option(metavar="0,2,8", help="Bounds: values of staleness.max_staleness.")] = "",
     policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Values of staleness.staleness_policy.")] = "",
-    selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Values of staleness.selection.")] = "",
     loss: Annotated[
         str, typer.Option(metavar="gspo,sapo,...", help="Compare the gradients of these objectives at the run's checkpoints.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Replay a run's rollout log with other staleness bounds, orders or objectives, and say what that cannot tell.
+    """Replay a run's rollout log with other staleness bounds or objectives, and say what that cannot tell.
 
     Exit status 1 if a replay with the recorded settings differs from the recording.
     """
@@ -107,7 +106,7 @@ def replay_command(
 
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)
-    request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, selection, loss)))
+    request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, loss)))
     report = replay_run(run, request)
     print_replay(report, as_json=as_json)
     raise typer.Exit(1 if report.differences else 0)

@@ -51,11 +51,10 @@ CANNOT_TELL_OF_GRADIENTS = (
 
 
 class Request(NamedTuple):
-    """Settings to replay a run with; an empty tuple stands for the recorded setting, three of them for no other bound."""
+    """Settings to replay a run with; an empty tuple stands for the recorded setting, two of them for no other bound."""
 
     staleness: tuple[int, ...] = ()
     policies: tuple[str, ...] = ()
-    selections: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
     """Objectives whose gradients to compare; empty: none."""
 
@@ -65,7 +64,6 @@ class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
 
     max_staleness: int
     policy: str
-    selection: str
     num_recorded: int
     """Leases in the log."""
     num_admitted: int
@@ -94,8 +92,8 @@ class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The bound in three words."""
-        return f"{self.max_staleness} {self.policy} {self.selection}"
+        """The bound in two words."""
+        return f"{self.max_staleness} {self.policy}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,6 @@ def bound_row(config: Config, ends: LeaseEnds, lengths: Mapping[int, Sequence[in
     return BoundRow(
         max_staleness=bounds.max_staleness,
         policy=bounds.staleness_policy,
-        selection=bounds.selection,
         num_recorded=ends.num_recorded,
         num_admitted=len(ends.admitted),
         num_older=ends.num_older,
@@ -210,22 +207,17 @@ def _log_folder(run: Path, config: Config) -> Path:
 
 def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
     """Yield the settings that each replay changes."""
-    if not (request.staleness or request.policies or request.selections):
+    if not (request.staleness or request.policies):
         return
     bounds = config.staleness
     for max_staleness in request.staleness or (bounds.max_staleness,):
         for policy in request.policies or (bounds.staleness_policy,):
-            for selection in request.selections or (bounds.selection,):
-                changed = {
-                    "staleness.max_staleness": str(max_staleness),
-                    "staleness.staleness_policy": policy,
-                    "staleness.selection": selection,
-                }
-                if policy != "gate" and bounds.hard_max_staleness is not None:
-                    # A setting of the policy gate alone.
-                    changed["staleness.hard_max_staleness"] = "none"
-                check(replace_settings(config, changed))
-                yield changed
+            changed = {"staleness.max_staleness": str(max_staleness), "staleness.staleness_policy": policy}
+            if policy != "gate" and bounds.hard_max_staleness is not None:
+                # A setting of the policy gate alone.
+                changed["staleness.hard_max_staleness"] = "none"
+            check(replace_settings(config, changed))
+            yield changed
 
 
 def _check_objectives(config: Config, objectives: Sequence[str]) -> None:

@@ -331,9 +331,9 @@ def _weights(history: RunHistory) -> page.PageSection:
 
 
 def _bias(report: DriftReport) -> page.PageSection:
-    lead = "Did training leave out, or put off, leases that differ from the others in length, duration or reward?"
+    lead = "Did training leave out leases that differ from the others in length, duration or reward?"
     first, *others = report.verdict
-    blocks: list[page.Block] = [page.Sentence(first, "bad" if report.bias.alarms else "good"), *map(page.Sentence, others)]
+    blocks: list[page.Block] = [page.Sentence(first, "bad" if report.bias.alarm else "good"), *map(page.Sentence, others)]
     blocks.append(page.Table(part_head(report.bias), part_rows(report.bias, report.books), 1))
     if tests := comparison_rows(report.bias):
         blocks.append(page.Table(COMPARISON_HEAD, tests, 2))

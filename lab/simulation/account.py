@@ -10,7 +10,6 @@ from typing import NamedTuple
 from offbeat.common.settings.config import ScaleSection
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
 from offbeat.learner.leases.demand import Demand, Use
-from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 
@@ -61,12 +60,9 @@ class Account:
         """Groups that a batch can be selected from."""
         return len(self._ready)
 
-    def ready_groups(self, order: Selection) -> Sequence[SimulatedGroup]:
-        """Return the groups that a batch can be selected from, in this order."""
-        ready = list(self._ready.values())
-        if order == "oldest_lease":
-            ready.sort(key=lambda group: group.lease_id)
-        return ready
+    def ready_groups(self) -> Sequence[SimulatedGroup]:
+        """Return the groups that a batch can be selected from, oldest lease first."""
+        return sorted(self._ready.values(), key=lambda group: group.lease_id)
 
     def generating(self) -> Iterable[SimulatedGroup]:
         """Return the groups that actors hold, oldest lease first."""

@@ -52,10 +52,8 @@ class RunMeasures:
     generated_length: float | None
     """Mean completion length of the generated groups, in tokens."""
     trained_length: float | None
-    passed_over_share: float | None
-    """Share of the trained groups that were ready when a batch with younger leases was taken without them (`length_bias`)."""
-    bias_alarms: tuple[str, ...]
-    """One sentence for each kind of bias found (`learner.diagnostics.length_bias`)."""
+    bias_alarm: str | None
+    """The bias found, in a sentence (`learner.diagnostics.length_bias`)."""
     dropped_share: float | None
     """Share of the generated groups."""
     dropped: dict[str, int]
@@ -86,7 +84,6 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
     lags = history.groups_by_lag
     bias = bias_report(ended_leases(history))
     parts = {part.name: part for part in bias.parts}
-    passed_over = next(test for test in bias.comparisons if (test.what, test.quantity) == ("passed over", "length"))
     dropped = history.groups_by_drop_reason
     return RunMeasures(
         final_reward=final_reward(history),
@@ -105,8 +102,7 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
         log_ratio_std=_mean(history, "ratio/log_std"),
         generated_length=_length(parts["generated"]),
         trained_length=_length(parts["trained"]),
-        passed_over_share=passed_over.share if passed_over.count + passed_over.num_others else None,
-        bias_alarms=bias.alarms,
+        bias_alarm=bias.alarm,
         dropped_share=sum(dropped.values()) / len(history.groups) if history.groups else None,
         dropped=dropped,
     )

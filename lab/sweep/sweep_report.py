@@ -191,22 +191,19 @@ def _staleness(summary: Summary) -> page.PageSection:
 
 
 def _bias(summary: Summary) -> page.PageSection:
-    alarms = [f"{run.name}: {alarm}" for run in summary.runs if run.state in ENDED for alarm in run.measures.bias_alarms]
+    ended = [run for run in summary.runs if run.state in ENDED]
+    alarms = [f"{run.name}: {run.measures.bias_alarm}" for run in ended if run.measures.bias_alarm is not None]
     columns = {
         "Length generated": _shown("generated_length", ",.1f"),
         "Length trained": _shown("trained_length", ",.1f"),
-        "Passed over": _shown("passed_over_share", ".1%"),
         "Dropped": _shown("dropped_share", ".1%"),
     }
-    caption = (
-        "Mean and standard deviation between seeds. Lengths are in tokens; “passed over” are groups that were ready when a "
-        "batch with younger leases was trained without them; `offbeat drift` tells more about one run."
-    )
+    caption = "Mean and standard deviation between seeds. Lengths are in tokens. `offbeat drift` tells more about one run."
     verdict: list[page.Block] = [page.Sentence("No run raises the bias alarm.", "good")]
     if alarms:
         verdict = [page.Sentence(f"Bias alarms: {len(alarms)}", "bad"), page.Bullets(alarms)]
     blocks = [_value_table(summary, columns, caption), page.Card(verdict)]
-    return page.PageSection("Bias", "Is anything kept from training, or made to wait, for what it is?", blocks)
+    return page.PageSection("Bias", "Is anything kept from training for what it is?", blocks)
 
 
 def _differences(summary: Summary) -> page.PageSection:

@@ -1,20 +1,15 @@
-"""Length bias: tests if the leases that training left out or passed over differ in length, duration or reward.
+"""Length bias: tests if the leases that training left out differ in length, duration or reward.
 
-Where leases are only bounded at admission and never dropped, every lease is trained on in the end, so the set of trained leases
-shows no bias. Two things bias training, and each raises an alarm:
+Groups are trained on in the order of their leases, so short completions never get ahead of long ones. Where leases are only
+bounded at admission and never dropped, every lease is trained on in the end, and training has no bias. What remains are leases
+that ended without being trained on (dropped, or taken back from the actor): they are tested against the trained ones, and a
+difference raises an alarm. Groups of equal rewards (`zero_variance`) are left out: they have no gradient, and are dropped for
+that reason alone.
 
-- *dropped*: leases that ended without being trained on (dropped, or taken back from the actor), tested against the trained
-  ones. Groups of equal rewards (`zero_variance`) are left out: they have no gradient, and are dropped for that reason alone.
-- *passed over*: groups that were ready when a batch with younger leases was selected without them, tested against the other
-  trained ones. Selection by the oldest lease passes over nothing at any completion times: the alarm cannot sound. Selection of
-  the first finished passes over slow groups as soon as more than a batch is ready. Where the learner always waits for the last
-  group of a batch (slow actors, or a `max_staleness` of 0 or 1 with one step per batch), both orders make the same batches,
-  and neither raises an alarm.
+A group that was not ready in its turn is late: where actors hold training back, long groups always are. They are all trained
+on, so lateness is not bias, but staleness that grows with length. `Lateness` reports it without an alarm.
 
-A group that was not ready in its turn is late, not passed over: where actors hold training back, long groups always are. They
-are all trained on, so lateness is not bias, but staleness that grows with length. `Lateness` reports it without an alarm.
-
-Both tests are Mann-Whitney U tests with the rank-biserial correlation as effect, on ranks among the `NUM_NEIGHBORS` leases that
+The test is a Mann-Whitney U test with the rank-biserial correlation as effect, on ranks among the `NUM_NEIGHBORS` leases that
 ended about the same time: lengths that grow in the course of training are no sign of bias.
 """
 
@@ -76,7 +71,7 @@ MIN_EFFECT = 0.2
 """Smallest absolute rank-biserial correlation of an alarm. For a pair of leases drawn from the two sides, the correlation is
 the probability that the first side's is the longer minus the probability that it is the shorter."""
 MIN_SHARE = 0.01
-"""Smallest share of dropped leases, or of those passed over, that raises an alarm."""
+"""Smallest share of dropped leases that raises an alarm."""
 NUM_NEIGHBORS = 250
 """Leases in a block that ranks are taken within, about."""
 MONITOR_WINDOW = 1000
@@ -107,11 +102,7 @@ FORMATS: dict[Quantity, str] = {
 }
 """Number format of each quantity."""
 _NO_SIGNAL = "zero_variance"
-_CAUSES = {
-    "dropped": 'raise the bound or rollout.lease_timeout_s, or let staleness.staleness_policy = "gate" drop nothing',
-    "passed over": 'staleness.selection = "oldest_lease" passes over nothing',
-}
-"""Advice in an alarm, by the kind of bias."""
+_CURE = 'raise the bound or rollout.lease_timeout_s, or let staleness.staleness_policy = "gate" drop nothing'
 
 
 class EndedLease(NamedTuple):
@@ -128,10 +119,8 @@ class EndedLease(NamedTuple):
     """Time that its group took to generate; without a group, time until the lease was given up, a lower bound."""
     reward: float = math.nan
     """Mean reward of its completions, before any scaling or penalty."""
-    ready_at: float = math.nan
-    """Time at which its group entered the buffer, seconds since the epoch."""
     taken_at: float = math.nan
-    """Time at which its group left the buffer, selected with its batch or dropped."""
+    """Time at which its group left the buffer, selected with its batch or dropped, seconds since the epoch."""
     num_turns: float = math.nan
     """Mean turns of its episodes; nan without an environment, as the next."""
     environment_s: float = math.nan
@@ -160,14 +149,13 @@ class OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class BiasTest(msgspec.Struct, frozen=True):
-    """A test of one quantity: the dropped leases, or those passed over, against the others."""
+    """A test of one quantity: the dropped leases against the trained ones."""
 
-    what: Literal["dropped", "passed over"]
-    """The kind of bias."""
     quantity: Quantity
     count: int
-    """Number of dropped leases, or of those passed over, with a known value."""
+    """Number of dropped leases with a known value."""
     num_others: int
+    """Number of trained leases with a known value."""
     mean: float
     """Their mean; nan without any."""
     mean_of_others: float
@@ -178,7 +166,7 @@ class BiasTest(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Share of the dropped leases, or of those passed over, among all that are compared."""
+        """Share of the dropped leases among all that are compared."""
         return self.count / max(1, self.count + self.num_others)
 
     def is_alarming(self, max_p: float = MAX_P) -> bool:
@@ -211,8 +199,8 @@ class BiasReport(msgspec.Struct, frozen=True):
     comparisons: tuple[BiasTest, ...]
     lateness: Lateness | None
     """None where the groups of each batch are unknown."""
-    alarms: tuple[str, ...]
-    """One sentence for each kind of bias found."""
+    alarm: str | None
+    """The bias found, in a sentence."""
 
 
 def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> EndedLease:
@@ -225,7 +213,6 @@ def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> 
         fmean([len(rollout.token_ids) for rollout in group.rollouts]),
         group.generate_s,
         fmean([rollout.reward for rollout in group.rollouts]),
-        group.ready_at,
         taken_at,
         fmean([rollout.num_turns for rollout in group.rollouts]) if has_environment else math.nan,
         fmean([rollout.environment_s for rollout in group.rollouts]) if has_environment else math.nan,
@@ -235,7 +222,7 @@ def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> 
 def bias_report(ended: Sequence[EndedLease]) -> BiasReport:
     """Test the leases of a run for bias; `ended` is in the order in which they ended."""
     comparisons = _compare(ended)
-    return BiasReport(tuple(_parts(ended)), tuple(comparisons), _lateness(ended), tuple(_alarms(comparisons, MAX_P)))
+    return BiasReport(tuple(_parts(ended)), tuple(comparisons), _lateness(ended), _alarm(comparisons, MAX_P))
 
 
 class BiasMonitor:
@@ -253,10 +240,10 @@ class BiasMonitor:
             self._until_test -= 1
             if self._until_test:
                 return None
-            alarms = _alarms(_compare(self._window), MONITOR_MAX_P)
+            alarm = _alarm(_compare(self._window), MONITOR_MAX_P)
             # The next alarm is about other leases.
-            self._until_test = MONITOR_WINDOW if alarms else MONITOR_INTERVAL
-            return f"of the last {len(self._window)} leases, {'; '.join(alarms)}" if alarms else None
+            self._until_test = MONITOR_WINDOW if alarm else MONITOR_INTERVAL
+            return f"of the last {len(self._window)} leases, {alarm}" if alarm else None
 
 
 # Parts
@@ -303,50 +290,23 @@ def _values(leases: Iterable[EndedLease], quantity: Quantity) -> NDArray[np.floa
 def _compare(ended: Iterable[EndedLease]) -> list[BiasTest]:
     with_signal = [lease for lease in ended if lease.reason != _NO_SIGNAL]
     is_dropped = np.array([lease.outcome != "trained" for lease in with_signal], dtype=np.bool_)
-    batched = [lease for lease in with_signal if lease.outcome == "trained" and math.isfinite(lease.taken_at)]
-    is_passed_over = num_batches_passed(batched) > 0
     has_episodes = any(not math.isnan(lease.num_turns) for lease in with_signal)
     quantities = (*QUANTITIES, *OF_EPISODES) if has_episodes else QUANTITIES
-    return [_comparison("dropped", quantity, with_signal, is_dropped) for quantity in quantities] + [
-        _comparison("passed over", quantity, batched, is_passed_over) for quantity in quantities
-    ]
+    return [_comparison(quantity, with_signal, is_dropped) for quantity in quantities]
 
 
-def num_batches_passed(trained: Sequence[EndedLease]) -> NDArray[np.int64]:
-    """Count for each group the batches with a younger lease that it was ready for before it was selected.
-
-    All counts are 0 under selection by the oldest lease. `trained` have `taken_at`, which is the same within a batch; a group
-    without `ready_at` counts as never passed over.
-    """
-    lease_ids = np.array([lease.lease_id for lease in trained], dtype=np.int64)
-    selected_at, batch_of = np.unique([lease.taken_at for lease in trained], return_inverse=True)
-    youngest = np.full(len(selected_at), -1)
-    np.maximum.at(youngest, batch_of, lease_ids)
-    first_ready_for = np.searchsorted(selected_at, [lease.ready_at for lease in trained])
-    # All others were ready for no earlier batch, or every earlier batch had older leases only.
-    may_be_passed = (first_ready_for < batch_of) & (np.maximum.accumulate(youngest)[batch_of - 1] > lease_ids)
-    passed = np.zeros(len(trained), dtype=np.int64)
-    for index in np.flatnonzero(may_be_passed):
-        earlier = youngest[first_ready_for[index] : batch_of[index]]
-        passed[index] = np.count_nonzero(earlier > lease_ids[index])
-    return passed
-
-
-def _comparison(
-    what: Literal["dropped", "passed over"], quantity: Quantity, leases: Sequence[EndedLease], befell: NDArray[np.bool_]
-) -> BiasTest:
+def _comparison(quantity: Quantity, leases: Sequence[EndedLease], is_dropped: NDArray[np.bool_]) -> BiasTest:
     values = _values(leases, quantity)
     known = np.isfinite(values)
-    values, befell = values[known], befell[known]
-    count, num_others = int(befell.sum()), int((~befell).sum())
-    if not count or not num_others:
-        return BiasTest(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), 0.0, 1.0)
-    ranks = _local_ranks(values)
+    values, is_dropped = values[known], is_dropped[known]
+    count, num_others = int(is_dropped.sum()), int((~is_dropped).sum())
     effect, p_value = 0.0, 1.0
-    # The test's variance is 0 if all values are equal.
-    if np.ptp(ranks) > 0:
-        effect, p_value = mann_whitney(ranks[befell], ranks[~befell])
-    return BiasTest(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), effect, p_value)
+    if count and num_others:
+        ranks = _local_ranks(values)
+        # The test's variance is 0 if all values are equal.
+        if np.ptp(ranks) > 0:
+            effect, p_value = mann_whitney(ranks[is_dropped], ranks[~is_dropped])
+    return BiasTest(quantity, count, num_others, _mean(values[is_dropped]), _mean(values[~is_dropped]), effect, p_value)
 
 
 def _local_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -359,20 +319,17 @@ def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _alarms(comparisons: Iterable[BiasTest], max_p: float) -> list[str]:
-    """Return a sentence for each kind of bias that some quantity shows."""
+def _alarm(comparisons: Iterable[BiasTest], max_p: float) -> str | None:
+    """Return a sentence on the quantities that show a bias; None where none does."""
     alarming = [comparison for comparison in comparisons if comparison.is_alarming(max_p)]
-    sentences: list[str] = []
-    for what, cause in _CAUSES.items():
-        shown = [comparison for comparison in alarming if comparison.what == what]
-        if shown:
-            differences = ", ".join(
-                f"{LABELS[c.quantity]} {c.mean:{FORMATS[c.quantity]}} against {c.mean_of_others:{FORMATS[c.quantity]}} "
-                f"(effect {c.effect:+.2f}, p = {c.p_value:.0e})"
-                for c in shown
-            )
-            sentences.append(f"{shown[0].share:.1%} were {what}, and differ from the others: mean {differences}; {cause}")
-    return sentences
+    if not alarming:
+        return None
+    differences = ", ".join(
+        f"{LABELS[c.quantity]} {c.mean:{FORMATS[c.quantity]}} against {c.mean_of_others:{FORMATS[c.quantity]}} "
+        f"(effect {c.effect:+.2f}, p = {c.p_value:.0e})"
+        for c in alarming
+    )
+    return f"{alarming[0].share:.1%} were dropped, and differ from the others: mean {differences}; {_CURE}"
 
 
 # Lateness

@@ -182,7 +182,6 @@ class GroupBuffer:
                 rewards=[rollout.reward for rollout in group.rollouts],
                 generate_s=group.generate_s,
                 num_segments=max(len(rollout.segments) for rollout in group.rollouts),
-                ready_at=group.ready_at,
                 taken_at=taken_at,
                 num_turns=[rollout.num_turns for rollout in group.rollouts] if has_environment else None,
                 environment_s=[rollout.environment_s for rollout in group.rollouts] if has_environment else None,

@@ -1,6 +1,5 @@
 """A group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, assert_never
 
@@ -115,8 +114,6 @@ class Group(NamedTuple):
     """Weight of the group in the loss (`data.weight_field`)."""
     task: str = ""
     """Name of the task (`data.task_field`); empty where tasks are not told apart."""
-    ready_at: float = math.nan
-    """Time at which the group was accepted, in seconds since the epoch."""
     images: tuple[ImageFile, ...] = ()
     """The images of the prompt."""
     experts: EngineExperts | None = None
@@ -191,7 +188,6 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
         rollouts=unpack(accepted.completions, arrays),
         actor=accepted.actor,
         generate_s=accepted.generate_s,
-        ready_at=accepted.at,
         images=prompt.images,
         experts=None
         if experts is None

@@ -22,9 +22,6 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.groups import Group, Tallies, add_group, copy_tallies
 from offbeat.learner.leases.log_records import Position
 
-Selection = Literal["oldest_lease", "first_finished"]
-"""`staleness.selection`."""
-
 ZERO_VARIANCE = "zero_variance"
 """Reason for dropping a group whose rewards are all equal (`loss.zero_variance`)."""
 
@@ -123,7 +120,7 @@ class Ledger:
         self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._expired = 0
-        self._ready: dict[int, Group] = {}
+        self._ready: set[int] = set()
         """The buffer, in the order of arrival."""
         self.epochs: dict[int, EpochAccount] = {}
         """Passes over the data that began and that `end_epoch` has not returned yet."""
@@ -193,10 +190,8 @@ class Ledger:
         """Return the leases whose group has not arrived, oldest first."""
         return [lease for lease in self._open.values() if lease.group is None]
 
-    def ready_groups(self, order: Selection = "oldest_lease") -> list[Group]:
-        """Return the groups in the buffer, oldest lease first or in the order of their arrival."""
-        if order == "first_finished":
-            return list(self._ready.values())
+    def ready_groups(self) -> list[Group]:
+        """Return the groups in the buffer, oldest lease first."""
         return [lease.group for lease in self._open.values() if lease.group is not None]
 
     def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
@@ -257,7 +252,7 @@ class Ledger:
         lease = self._open[group.lease_id]
         assert lease.group is None, f"lease {group.lease_id} has a group already"
         lease.group, lease.position = group, position
-        self._ready[group.lease_id] = group
+        self._ready.add(group.lease_id)
 
     def end_epoch(self, size_of: Callable[[int], int]) -> tuple[int, EpochAccount] | None:
         """Return the oldest pass over the data whose prompts are all done with, once; None when there is none.
@@ -279,7 +274,7 @@ class Ledger:
         self._epoch(event.epoch)
 
     def _close(self, lease_id: int) -> OpenLease:
-        self._ready.pop(lease_id, None)
+        self._ready.discard(lease_id)
         return self._open.pop(lease_id)
 
     def _epoch(self, epoch: int) -> EpochAccount:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import Aged, Generating, StalenessPolicy
 
 G = TypeVar("G", bound=Aged)
@@ -34,7 +33,7 @@ class Books(Protocol[ReadyGroup]):
         """Groups that a batch can be selected from."""
         ...
 
-    def ready_groups(self, order: Selection) -> Sequence[ReadyGroup]:
+    def ready_groups(self) -> Sequence[ReadyGroup]:
         """Return the groups that a batch can be selected from, first the one to train on first."""
         ...
 
@@ -228,7 +227,7 @@ class RolloutScheduler(Generic[G]):
         if not self.has_batch():
             return []
         self.evict(policy_version, drop)
-        return self.policy.select(self._ready())
+        return self.policy.select(self._books.ready_groups())
 
     def evict(self, policy_version: int, drop: Callable[[G], None]) -> None:
         """Call `drop` with every group that the next batch would hold and that is past the hard bound.
@@ -237,8 +236,5 @@ class RolloutScheduler(Generic[G]):
         """
         if not self.has_batch():
             return
-        for group in self.policy.evict(self._ready(), policy_version):
+        for group in self.policy.evict(self._books.ready_groups(), policy_version):
             drop(group)
-
-    def _ready(self) -> Sequence[G]:
-        return self._books.ready_groups(self.policy.bounds.selection)

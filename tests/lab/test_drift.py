@@ -34,11 +34,11 @@ def step(version: int, **by_lag: dict[str, float]) -> dict[str, Any]:
     return row
 
 
-def group(lease_id: int, length: int, *, ready_at: float, taken_at: float, outcome: str = "trained") -> dict[str, Any]:
+def group(lease_id: int, length: int, *, taken_at: float, outcome: str = "trained") -> dict[str, Any]:
     row = {"kind": "group", "time": START + taken_at, "lease_id": lease_id, "outcome": outcome, "lengths": [length, length]}
     row |= {"prompt_id": 0, "actor": "a0", "policy_version": 1, "policy_lag": 1, "num_segments": 1}
     row |= {"reason": "" if outcome == "trained" else "stale", "rewards": [0.0, 1.0], "generate_s": length / 10}
-    return row | {"ready_at": START + ready_at, "taken_at": START + taken_at}
+    return row | {"taken_at": START + taken_at}
 
 
 def event(name: str, lease_id: int, detail: str = "", **fields: float) -> dict[str, Any]:
@@ -52,18 +52,18 @@ def final(**books: Any) -> dict[str, Any]:
     }
 
 
-def first_finished() -> list[dict[str, Any]]:
-    """Return 400 groups in batches of 4. Every fourth is long, ready in its turn, and passed over twice."""
+def biased() -> list[dict[str, Any]]:
+    """Return 400 groups. Of every four one is long and dropped, and one is longer than the other two and trained on late."""
     rows = []
     for index in range(400):
-        is_long = index % 4 == 0
-        taken_at = index // 4 + (1.5 if is_long else 0)
-        rows.append(group(index, 90 if is_long else 10 + index % 7, ready_at=index // 4 - 0.25, taken_at=taken_at))
+        length = (90, 30, 10, 10)[index % 4] + index % 7
+        taken_at = index // 4 + (1.5 if index % 4 == 1 else 0)
+        rows.append(group(index, length, taken_at=taken_at, outcome="trained" if index % 4 else "dropped"))
     return sorted(rows, key=lambda row: row["time"])
 
 
 def in_order() -> list[dict[str, Any]]:
-    return [group(index, 90 if index % 4 == 0 else 10, ready_at=0.0, taken_at=index // 4) for index in range(400)]
+    return [group(index, 90 if index % 4 == 0 else 10, taken_at=index // 4) for index in range(400)]
 
 
 def history_of(rows: list[dict[str, Any]]) -> RunHistory:
@@ -123,12 +123,12 @@ def test_buckets_are_in_the_order_of_their_lags_and_steps_without_one_do_not_cou
 
 def test_leases_end_in_the_order_of_time_those_without_a_group_included():
     rows = [
-        group(3, 10, ready_at=1.0, taken_at=4.0),
+        group(3, 10, taken_at=4.0),
         event("lease_expired", 1, "no group within 60 s", after_s=60.0),
         event("lease_aborted", 2, "too stale to be trained on"),
         event("lease_expired", 3, "the learner was restarted, and then it came all the same"),
         event("actor_joined", 5),
-        group(0, 20, ready_at=0.0, taken_at=0.5, outcome="dropped"),
+        group(0, 20, taken_at=0.5, outcome="dropped"),
     ]
     ended = ended_leases(history_of(rows))
     assert [(lease.lease_id, lease.outcome, lease.reason) for lease in ended] == [
@@ -138,22 +138,22 @@ def test_leases_end_in_the_order_of_time_those_without_a_group_included():
         (3, "trained", ""),
     ]
     assert ended[1].duration_s == 60.0
-    assert ended[3] == EndedLease(3, "trained", "", 10.0, 1.0, 0.5, START + 1, START + 4)
+    assert ended[3] == EndedLease(3, "trained", "", 10.0, 1.0, 0.5, START + 4)
 
 
-def test_long_groups_that_were_passed_over_are_an_alarm():
-    history = history_of(first_finished())
+def test_long_groups_that_were_dropped_are_an_alarm():
+    history = history_of(biased())
     (alarm, late, unknown) = drift_report(history).verdict
-    assert alarm.startswith("ALARM: 25.0% were passed over, and differ from the others: mean tokens 90.0 against ")
+    assert alarm.startswith("ALARM: 25.0% were dropped, and differ from the others: mean tokens 93.0 against ")
     assert "with length +0." in late
     assert unknown.startswith("Leases that are still in flight are not in this comparison")
-    assert "passed over / not" in shown(history)
+    assert "dropped / trained" in shown(history)
 
 
 def test_groups_trained_in_their_order_are_no_sign_of_bias():
     rows = [*in_order(), final(leased=400, trained=400)]
     assert drift_report(history_of(rows)).verdict == [
-        "No sign of bias: no lease with signal was dropped, and no ready group was passed over for a younger one.",
+        "No sign of bias: no lease with signal was dropped.",
         "All 400 leases are in this comparison.",
     ]
     assert "Tests of bias" not in shown(history_of(rows)), "with nothing to compare"
@@ -175,12 +175,6 @@ def test_few_drops_are_named_and_no_alarm():
     assert first.startswith("No sign of bias: the 1 (0.2%) that were dropped are too few or too like the others to matter (")
 
 
-def test_rows_without_times_say_what_is_not_recorded():
-    rows = [{name: value for name, value in row.items() if name not in ("ready_at", "taken_at")} for row in in_order()]
-    (first, _) = drift_report(history_of(rows)).verdict
-    assert first.endswith("and whether groups were passed over is not recorded.")
-
-
 def test_run_without_groups_has_nothing_to_compare():
     report = drift_report(history_of([]))
     assert report.verdict == ["No group has been trained on: there is nothing to compare."]
@@ -194,7 +188,7 @@ def test_folder_without_metrics_is_refused(tmp_path: Path):
 
 def test_command_prints_tables_and_json(tmp_path: Path):
     metrics = {"count": 4, "ratio_log_mean": 0.01, "ratio_log_std": 0.02, "ess_sequence": 0.5, "clip_fraction": 0.25}
-    rows = [step(1, lag0=metrics | {"reward_mean": 0.5, "length_mean": 12.0}), *first_finished()]
+    rows = [step(1, lag0=metrics | {"reward_mean": 0.5, "length_mean": 12.0}), *biased()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = CliRunner().invoke(make_app(), ["drift", str(tmp_path)]).output
     assert "+1.00e-02" in text
@@ -202,7 +196,7 @@ def test_command_prints_tables_and_json(tmp_path: Path):
     told = json.loads(CliRunner().invoke(make_app(), ["drift", str(tmp_path), "--json"]).output)
     assert told["by_lag"][0]["clip_fraction"] == 0.25
     assert told["by_lag"][0]["masked"] is None
-    assert told["bias"]["alarms"]
+    assert told["bias"]["alarm"]
     assert told["books"] is None
 
 

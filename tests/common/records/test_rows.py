@@ -42,7 +42,7 @@ RECORDED = b"""\
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":1,"max_abs_diff":null}
 {"kind":"group","time":8.5,"lease_id":9,"prompt_id":9,"actor":"actor-1","outcome":"trained","reason":"",\
 "policy_version":0,"policy_lag":0,"lengths":[6,7],"rewards":[0.0,1.0],"generate_s":0.25,"num_segments":1,\
-"ready_at":8.0,"taken_at":8.25}
+"taken_at":8.25}
 {"kind":"sample","time":8.5,"policy_version":1,"lease_id":9,"prompt_id":9,"policy_lag":0,"reward":1.0,"above_mean":0.5,\
 "finish_reason":"length","num_tokens":2,"prompt":"ab>","completion":"\\u001b[31m<b>"}
 {"kind":"eval_sample","time":8.5,"policy_version":20,"prompt_id":3,"data_set":"math","reward":1.0,"finish_reason":"stop",\

@@ -242,7 +242,7 @@ def test_group_that_only_the_recorded_bound_aborted_never_arrives_and_one_it_dro
     assert adds_up(ends)
 
 
-def test_groups_are_selected_in_the_order_of_arrival_or_of_their_leases() -> None:
+def test_groups_are_selected_in_the_order_of_their_leases() -> None:
     tale = Tale()
     tale.start()
     tale.grant(0, 1, 2, version=0)
@@ -252,7 +252,6 @@ def test_groups_are_selected_in_the_order_of_arrival_or_of_their_leases() -> Non
         tale.train(lease_id, version=version)
     config = make_config(max_staleness=2)
     assert lease_ids(replay(tale.recording, config)) == [[0], [1], [2]]
-    assert lease_ids(replay(tale.recording, config, {"staleness.selection": '"first_finished"'})) == [[2], [0], [1]]
 
 
 def test_lag_is_of_the_last_of_a_batchs_steps_and_epochs() -> None:
@@ -380,7 +379,7 @@ def test_settings_changed_while_the_run_went_on_are_followed_but_for_those_of_th
     assert replay(tale.recording, config).admitted == [0, 1]
     assert differences(recorded_ends(tale.recording, config), replay(tale.recording, config)) == []
     assert replay(tale.recording, config, {"staleness.max_staleness": "0"}).admitted == [0]
-    assert replay(tale.recording, config, {"staleness.selection": '"first_finished"'}).admitted == [0, 1]
+    assert replay(tale.recording, config, {"staleness.staleness_policy": '"drop"'}).admitted == [0, 1]
 
 
 def test_leases_that_began_under_older_weights_than_the_bound_lets_begin_are_counted(tale: Tale) -> None:

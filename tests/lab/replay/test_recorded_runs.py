@@ -187,7 +187,6 @@ def configs(draw: st.DrawFn) -> Config:
         # A change of the bound while the run goes on may not go above it.
         hard_max_staleness=hard if hard is None else hard + 4,
         lag_of=measured,
-        selection=draw(st.sampled_from(["oldest_lease", "first_finished"])),
     )
 
 
@@ -238,9 +237,5 @@ def test_every_run_replays_exactly_with_its_own_settings(
 def others(config: Config) -> Iterator[dict[str, str]]:
     """Other settings to replay a run with."""
     least = config.train.steps_per_batch * config.train.epochs_per_batch - 1
-    for bound, policy, selection in ((0, "gate", "oldest_lease"), (1, "drop", "first_finished"), (2, "abort", "oldest_lease")):
-        yield {
-            "staleness.max_staleness": str(least + bound),
-            "staleness.staleness_policy": policy,
-            "staleness.selection": selection,
-        }
+    for bound, policy in ((0, "gate"), (1, "drop"), (2, "abort")):
+        yield {"staleness.max_staleness": str(least + bound), "staleness.staleness_policy": policy}

@@ -149,11 +149,9 @@ def test_recorded_settings_are_replayed_first_and_exactly(run: Path) -> None:
     assert "exact: 12 admissions, 0 drops, 4 batches, and every lag are as recorded" in text_of(report)
 
 
-def test_other_bounds_policies_and_selections_get_a_row_each(run: Path) -> None:
-    report = replay_run(run, Request((0, 1), ("gate", "drop"), ("oldest_lease",)))
-    assert [row.label for row in report.bounds] == [
-        f"{bound} {policy} oldest_lease" for bound in (0, 1) for policy in ("gate", "drop")
-    ]
+def test_other_bounds_and_policies_get_a_row_each(run: Path) -> None:
+    report = replay_run(run, Request((0, 1), ("gate", "drop")))
+    assert [row.label for row in report.bounds] == [f"{bound} {policy}" for bound in (0, 1) for policy in ("gate", "drop")]
     at_zero = report.bounds[0]
     # Leases 2 and 3 alone are granted while others, 0 and 1, are open.
     assert (at_zero.num_recorded, at_zero.num_admitted, at_zero.num_trained) == (12, 10, 8)
@@ -174,7 +172,7 @@ def test_what_cannot_be_told_is_in_the_output(run: Path) -> None:
 
 def test_each_objective_is_measured_at_the_lags_of_each_bound(run: Path) -> None:
     report = replay_run(run, Request((0,), objectives=("gspo", "sapo")))
-    bounds = ["fresh", "recorded", "0 gate oldest_lease"]
+    bounds = ["fresh", "recorded", "0 gate"]
     assert [(row.objective, row.bound) for row in report.gradients] == [
         (name, bound) for name in ("gspo", "sapo(1, 1.05)") for bound in bounds
     ]
@@ -241,11 +239,11 @@ def test_gradient_of_the_batch_that_was_trained_on_next_is_that_of_the_steps_met
 
 
 def test_command_prints_tables_or_json(run: Path) -> None:
-    said = json.loads(offbeat(str(run), "--staleness", "0, 1", "--selection", "first_finished", "--json"))
+    said = json.loads(offbeat(str(run), "--staleness", "0, 1", "--policy", "drop", "--json"))
     assert said["differences"] == []
-    assert [(row["max_staleness"], row["selection"]) for row in said["bounds"]] == [
-        (0, "first_finished"),
-        (1, "first_finished"),
+    assert [(row["max_staleness"], row["policy"]) for row in said["bounds"]] == [
+        (0, "drop"),
+        (1, "drop"),
     ]
     assert said["recorded"]["lags"] == {"0": 2, "1": 6}
     assert len(said["cannot_tell"]) == len(CANNOT_TELL)
@@ -280,7 +278,6 @@ def test_settings_that_do_not_give_what_was_recorded_are_an_error(run: Path, tmp
     ("request_", "said"),
     [
         (Request(policies=("gat",)), "staleness.staleness_policy"),
-        (Request(staleness=(1,), selections=("newest",)), "staleness.selection"),
         (Request(objectives=("gsqo",)), "gsqo is not a known name"),
         (Request(objectives=("ppo",)), "the run's checkpoints have no critic"),
     ],

@@ -58,7 +58,7 @@ def by_lag(bucket: str, count: int, clip_fraction: float) -> dict[str, float]:
 def group(lease_id: int, outcome: str, lengths: list[int], reason: str = "") -> dict[str, Any]:
     row = {"kind": "group", "time": START + 1, "lease_id": lease_id, "prompt_id": 0, "actor": "a0", "reason": reason}
     row |= {"outcome": outcome, "policy_lag": 1, "policy_version": 1, "lengths": lengths, "rewards": [0.0, 1.0]}
-    return row | {"generate_s": 0.5, "num_segments": 1}
+    return row | {"generate_s": 0.5, "num_segments": 1, "taken_at": START + 1}
 
 
 def actor(name: str, seconds_in: float, tokens: int, **seconds: float) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_bias_is_compared_tested_and_said_in_a_sentence(tmp_path: Path):
     assert "trained 5 15.0/15.0/15.0" in text
     assert "dropped: stale 1 85.0/85.0/85.0" in text
     assert "in flight 3 – – –" in text
-    assert "dropped / trained tokens 1 / 5 85.0 / 15.0 +1.00" in text
+    assert "tokens 1 / 5 85.0 / 15.0 +1.00" in text
     assert "No sign of bias: the 1 (16.7%) that were dropped are too few" in text
     assert "Of 12 leases 3 were in flight at the end and 3 ended without a group: nothing is known of these." in text
 

@@ -87,7 +87,7 @@ def _group(lease_id: int, at: float) -> dict[str, Any]:
     return (
         row
         | {"outcome": "trained", "policy_lag": 1, "policy_version": 1, "rewards": [0.0, 1.0], "generate_s": 0.5}
-        | {"num_segments": 1}
+        | {"num_segments": 1, "taken_at": at}
     )
 
 

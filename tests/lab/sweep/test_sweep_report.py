@@ -330,7 +330,7 @@ def test_bias_alarm_of_a_run_stands_on_the_page(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "max_staleness=0" / "seed=0", [*rows, *long])
     page, told = report_of(tmp_path)
-    (alarm,) = told["runs"][0]["measures"]["bias_alarms"]
+    alarm = told["runs"][0]["measures"]["bias_alarm"]
     assert "were dropped, and differ from the others" in alarm
     assert "Bias alarms: 1" in text_of(page)
     assert html.unescape(alarm).split(":")[0] in text_of(page)

@@ -1,8 +1,6 @@
 """Finished groups on their way to the trainer."""
 
-from typing import Literal
-
-import pytest
+from collections import deque
 
 from offbeat.common.records.rows import EventRow, GroupRow
 from offbeat.protocols.messages import (
@@ -69,38 +67,37 @@ def test_group_above_the_hard_bound_is_dropped_when_taken_and_its_prompt_leased_
     assert [group.policy_lag(2) for group in desk.train()] == [0]
 
 
-@pytest.mark.parametrize(("selection", "first"), [("oldest_lease", 0), ("first_finished", 1)])
-def test_next_batch_is_the_oldest_lease_or_what_finished_first(
-    selection: Literal["oldest_lease", "first_finished"], first: int
-) -> None:
-    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=4", f"staleness.selection={selection}")
+def test_next_batch_is_the_oldest_lease_whatever_finished_first() -> None:
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=4")
     actor = Actor(desk, "a").join(capacity=2)
     leases = actor.leases()
     for lease in reversed(leases):
         actor.answer(lease.lease_id)
-    assert [group.lease_id for group in desk.train()] == [leases[first].lease_id]
+    assert [group.lease_id for group in desk.train()] == [leases[0].lease_id]
 
 
-def test_passing_over_long_groups_that_are_ready_raises_the_alarm_of_the_run() -> None:
+def test_dropping_long_groups_that_are_late_raises_the_alarm_of_the_run() -> None:
     alarms: dict[str, int] = {}
-    for selection in ("oldest_lease", "first_finished"):
+    for staleness_policy in ("gate", "drop"):
         sizes = ("train.groups_per_step=4", "train.num_steps=300", "staleness.max_staleness=3")
-        desk = Desk(f"staleness.selection={selection}", *sizes, num_prompts=2000)
+        desk = Desk(f"staleness.staleness_policy={staleness_policy}", *sizes, num_prompts=2000)
         actor = Actor(desk, "a").join(capacity=16)
-        late: list[Lease] = []
+        late: deque[list[Lease]] = deque([] for _ in range(5))
+        sampled: dict[int, int] = {}
         for version in range(250):
             leases = actor.leases()
-            # Every fourth group is long, and comes in after the short ones of the next step; all wait for their turn then.
-            for lease in [*(lease for lease in leases if lease.lease_id % 4), *late]:
+            sampled |= {lease.lease_id: version for lease in leases}
+            # Every eighth group is long, and comes in five steps later.
+            late.append([lease for lease in leases if lease.lease_id % 8 == 0])
+            for lease in [*late.popleft(), *(lease for lease in leases if lease.lease_id % 8)]:
                 desk.now += 0.01
-                num_tokens = 1 if lease.lease_id % 4 else MAX_NEW_TOKENS
-                actor.answer(lease.lease_id, policy_version=version, ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens)
-            late = [lease for lease in leases if lease.lease_id % 4 == 0]
+                num_tokens = 1 if lease.lease_id % 8 else MAX_NEW_TOKENS
+                actor.answer(lease.lease_id, policy_version=sampled[lease.lease_id], ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens)
             desk.train()
             actor.commit(version + 1)
-        alarms[selection] = sum(row.event == "bias_alarm" for row in desk.rows_of(EventRow))
-    assert alarms["oldest_lease"] == 0
-    assert alarms["first_finished"] > 0
+        alarms[staleness_policy] = sum(row.event == "bias_alarm" for row in desk.rows_of(EventRow))
+    assert alarms["gate"] == 0
+    assert alarms["drop"] > 0
 
 
 def test_group_rows_say_at_which_step_of_the_batch_it_was_trained() -> None:

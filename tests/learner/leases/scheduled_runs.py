@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from offbeat.common.settings.config import StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
-from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.payload import Segment
@@ -88,7 +86,6 @@ class Run:
     policy_version: int = 0
     open: dict[int, Group | None] = field(default_factory=dict)
     """By lease, oldest first."""
-    arrived: list[int] = field(default_factory=list)
     min_versions: dict[int, int] = field(default_factory=dict)
     num_trained: int = 0
     num_dropped: int = 0
@@ -110,14 +107,13 @@ class Run:
 
     @property
     def num_ready(self) -> int:
-        return len(self.ready_groups("oldest_lease"))
+        return len(self.ready_groups())
 
     def generating(self) -> list[InFlight]:
         return [InFlight(lease_id, self.min_versions[lease_id]) for lease_id, group in self.open.items() if group is None]
 
-    def ready_groups(self, order: Selection) -> Sequence[Group]:
-        in_order = self.arrived if order == "first_finished" else self.open
-        return [group for lease_id in in_order if (group := self.open.get(lease_id)) is not None]
+    def ready_groups(self) -> Sequence[Group]:
+        return [group for group in self.open.values() if group is not None]
 
     # The actors
 
@@ -135,7 +131,6 @@ class Run:
         sampled_at = max(self.policy_version - weights_behind, self.min_versions[lease_id])
         assert sampled_at <= self.policy_version, "the lease asks for weights that do not exist yet"
         self.open[lease_id] = make_group(lease_id, sampled_at)
-        self.arrived.append(lease_id)
 
     # The learner
 
@@ -156,7 +151,7 @@ class Run:
         selected = self.scheduler.select(self.policy_version, self._drop)
         if not selected:
             return
-        ready = self.ready_groups(self.policy.bounds.selection)
+        ready = self.ready_groups()
         assert selected == ready[: len(selected)], "another order than the one asked for"
         shape = self.shape
         assert len(selected) == shape.steps_per_batch * shape.groups_per_step
@@ -192,7 +187,6 @@ def play(
     in_order: bool,
     hard: int | None = None,
     staleness_policy: Literal["gate", "drop", "abort"] = "gate",
-    selection: Selection = "oldest_lease",
 ) -> Run:
     """Play a run to its end; fail when it makes no progress. Without `in_order` groups finish in any order."""
     policy = make_policy(
@@ -202,7 +196,6 @@ def play(
         hard=hard,
         staleness_policy=staleness_policy,
     )
-    policy.bounds = msgspec.structs.replace(policy.bounds, selection=selection)
     run = Run(policy, shape)
     run.grant()
     for _ in range(40 * shape.num_steps * shape.groups_per_step):

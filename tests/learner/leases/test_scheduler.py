@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Granted
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.ledger import Ledger, Selection
+from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_group, make_policy, play
@@ -25,7 +24,6 @@ class Shelf:
     in_flight: list[InFlight] = field(default_factory=list)
     ready: list[Group] = field(default_factory=list)
     num_training: int = 0
-    asked: list[Selection] = field(default_factory=list)
 
     @property
     def num_open(self) -> int:
@@ -38,8 +36,7 @@ class Shelf:
     def generating(self) -> list[InFlight]:
         return self.in_flight
 
-    def ready_groups(self, order: Selection) -> Sequence[Group]:
-        self.asked.append(order)
+    def ready_groups(self) -> Sequence[Group]:
         return list(self.ready)
 
 
@@ -160,15 +157,6 @@ def test_nothing_is_dropped_before_a_batch_is_complete() -> None:
     assert len(books.ready) == 1
 
 
-@pytest.mark.parametrize("order", ["oldest_lease", "first_finished"])
-def test_groups_are_taken_in_the_order_of_the_setting(order: Selection) -> None:
-    policy = make_policy(2)
-    policy.bounds = msgspec.structs.replace(policy.bounds, selection=order)
-    books = Shelf(ready=[make_group(1, 0), make_group(0, 0)])
-    assert make_scheduler(policy, books).select(0, books.ready.remove) == books.ready
-    assert set(books.asked) == {order}
-
-
 def test_ledger_keeps_the_books_of_the_live_run() -> None:
     ledger = Ledger()
     ledger.apply(Granted(at=0.0, lease_id=3, prompt_id=0, epoch=0, actor="a", policy_version=0, oldest_version=0))
@@ -199,9 +187,9 @@ def test_max_staleness_0_trains_at_lag_0_exactly_whatever_the_order(
 
 
 @settings(deadline=None)
-@given(SHAPES, st.sampled_from(["oldest_lease", "first_finished"]), st.data())
-def test_every_run_ends_whatever_the_order(shape: Shape, selection: Selection, data: st.DataObject) -> None:
-    run = play(shape, data, in_order=False, selection=selection)
+@given(SHAPES, st.data())
+def test_every_run_ends_whatever_the_order(shape: Shape, data: st.DataObject) -> None:
+    run = play(shape, data, in_order=False)
     assert run.num_trained == shape.num_groups
     assert run.num_trained == run.next_lease_id
 
@@ -217,11 +205,11 @@ def test_hard_bound_is_never_exceeded_and_the_run_ends(shape: Shape, slack: int,
 
 
 @settings(deadline=None)
-@given(SHAPES, st.sampled_from(["drop", "abort"]), st.sampled_from(["oldest_lease", "first_finished"]), st.data())
+@given(SHAPES, st.sampled_from(["drop", "abort"]), st.data())
 def test_drop_and_abort_never_train_beyond_max_staleness_and_the_run_ends(
-    shape: Shape, staleness_policy: Literal["drop", "abort"], selection: Selection, data: st.DataObject
+    shape: Shape, staleness_policy: Literal["drop", "abort"], data: st.DataObject
 ) -> None:
-    run = play(shape, data, in_order=False, staleness_policy=staleness_policy, selection=selection)
+    run = play(shape, data, in_order=False, staleness_policy=staleness_policy)
     assert max(run.lags) <= shape.max_staleness
     assert run.num_trained + run.num_dropped + run.num_aborted == run.next_lease_id
     assert staleness_policy == "abort" or not run.num_aborted

@@ -392,7 +392,7 @@ def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
     log.close()
     recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
     assert (recovered.num_records, recovered.newest_version) == (3, 2)
-    first, second = recovered.ledger.ready_groups("oldest_lease")
+    first, second = recovered.ledger.ready_groups()
     # Groups trained after the checkpoint are trained again.
     assert (first.lease_id, first.prompt_id, second.lease_id, second.prompt_id) == (1, 2, 3, 3)
     assert second.rollouts[1].token_ids.tolist() == [6, 7, 8]
@@ -408,7 +408,7 @@ def test_run_of_an_older_program_without_its_checkpoint_begins_again_with_its_gr
     shutil.rmtree(old_run / "checkpoints")
     recovered = resume.recover_run(old_run, None, PROMPTS, 3, has_log=True)
     assert resume.find_run_id(old_run) == "oldrun"
-    assert [group.lease_id for group in recovered.ledger.ready_groups("oldest_lease")] == [0, 1, 3]
+    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [0, 1, 3]
     assert recovered.ledger.counts() == LedgerCounts(leased=5, expired=1, in_flight=4)
 
 

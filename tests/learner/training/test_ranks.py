@@ -62,7 +62,7 @@ def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:
 
 def make_group(lengths: Sequence[int], lease_id: int = 7) -> Group:
     rollouts = tuple(make_rollout(length, seed) for seed, length in enumerate(lengths))
-    return Group(lease_id, 5, np.array([1, 2, 3], np.int32), rollouts, "actor-0", 0.25, ready_at=7.5)
+    return Group(lease_id, 5, np.array([1, 2, 3], np.int32), rollouts, "actor-0", 0.25)
 
 
 def through_bytes(command: Any) -> Any:
