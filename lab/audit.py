@@ -22,15 +22,11 @@ from offbeat.common.settings.loading import replace_settings
 from offbeat.lab.prompt_order import PromptAudit, PromptOrder
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
-from offbeat.learner.leases import data_rows
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.log_reading import Gap, read_history
 from offbeat.learner.leases.log_records import LogDamagedError, Position
 from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.learner.training import checkpoints
-
-CONSTANT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest `max_abs_diff` of a right engine, by the weights' dtype, in rows without `excess`: those of earlier versions."""
 
 Kind = TypeVar("Kind", bound=Row)
 
@@ -98,7 +94,7 @@ class LogAudit:
         self.turns: dict[PromptTurn, list[int]] = {}
         """The leases of each prompt's turn, in order. Turns are in the order of their first lease."""
         self.epoch_sizes: dict[int, int] = {}
-        """Number of prompts of each epoch, as its grants tell; logs of older programs do not."""
+        """Number of prompts of each epoch, as its grants tell."""
         self.num_starts = 0
         self.num_undone = 0
         """Batches that a restart from an older checkpoint undid."""
@@ -176,11 +172,10 @@ class LogAudit:
 
     def _grant(self, event: Granted) -> None:
         turn = PromptTurn(event.prompt_id, event.epoch)
-        if event.epoch_size is not None:
-            size = self.epoch_sizes.setdefault(event.epoch, event.epoch_size)
-            if size != event.epoch_size:
-                text = f"epoch {event.epoch} had {size} prompts, and now has {event.epoch_size}"
-                self._flaw(self.prompt_flaws, event.lease_id, text)
+        size = self.epoch_sizes.setdefault(event.epoch, event.epoch_size)
+        if size != event.epoch_size:
+            text = f"epoch {event.epoch} had {size} prompts, and now has {event.epoch_size}"
+            self._flaw(self.prompt_flaws, event.lease_id, text)
         if event.lease_id in self.leases:
             self._flaw(self.lease_flaws, event.lease_id, "granted twice")
         previous = self.turns.setdefault(turn, [])
@@ -263,7 +258,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
         checks += audit_log(run / LOG, config, _final(run), lost)
     return [
         *checks,
-        check_canaries(_rows(run, CanaryRow), _tolerances(run, config), config.model.dtype),
+        check_canaries(_rows(run, CanaryRow), _tolerances(run, config)),
         check_checkpoints(run / CHECKPOINTS),
     ]
 
@@ -326,7 +321,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
             f"{prompts.num_compared} of {prompts.num_trained} trained groups compared",
         ),
         check_conservation(log, final.ledger if final else None, is_whole=is_whole, lost=lost),
-        check_prompts(log, config.run.seed, _epoch_sizes(log, config) if is_whole else None, lost),
+        check_prompts(log, config.run.seed, _epoch_sizes(log) if is_whole else None, lost),
     ]
 
 
@@ -380,7 +375,7 @@ def _tolerances(run: Path, config: Config) -> list[float | None]:
     return [one.weights.canary_tolerance for one in in_force]
 
 
-def check_canaries(rows: Sequence[CanaryRow], tolerances: Sequence[float | None], dtype: str) -> Check:
+def check_canaries(rows: Sequence[CanaryRow], tolerances: Sequence[float | None]) -> Check:
     """Check that every actor sampled with the weights it reported, by the most lenient of the tolerances (`_tolerances`)."""
     tolerance = max((one for one in tolerances if one is not None), default=0.0)
 
@@ -389,8 +384,7 @@ def check_canaries(rows: Sequence[CanaryRow], tolerances: Sequence[float | None]
             return False
         if row.max_abs_diff <= tolerance:
             return True
-        is_within = row.max_abs_diff <= CONSTANT_TOLERANCE[dtype] if row.excess is None else row.excess <= 1
-        return None in tolerances and is_within
+        return None in tolerances and row.excess is not None and row.excess <= 1
 
     violations = [f"{row.actor} at version {row.policy_version}: {_difference(row)}" for row in rows if not is_right(row)]
     largest = max((row.max_abs_diff or 0.0 for row in rows), default=0.0)
@@ -453,23 +447,11 @@ def is_log_whole(folder: Path) -> bool:
         return False
 
 
-def _epoch_sizes(log: LogAudit, config: Config) -> list[int] | None:
-    """Return the number of prompts of each epoch that began; None where the log does not tell and the data is not here."""
-    epochs = range(max((turn.epoch for turn in log.turns), default=0) + 1)
+def _epoch_sizes(log: LogAudit) -> list[int]:
+    """Return the number of prompts of each epoch that began."""
     known = log.epoch_sizes
-    if not known:
-        num_prompts = _num_prompts(config)
-        return None if num_prompts is None else [num_prompts] * len(epochs)
-    # Of an epoch that an older program leased, the next one tells: data only grows.
-    return [known[min((one for one in known if one >= epoch), default=max(known))] for epoch in epochs]
-
-
-def _num_prompts(config: Config) -> int | None:
-    """Return the number of prompts in the training data; None where only the learner knows how many it took."""
-    data = config.data
-    if data.long_prompts == "drop" or not Path(data.train_data).expanduser().exists():
-        return None
-    return sum(1 for _ in data_rows.read_rows(data.train_data, data.train_split, "data.train_data"))
+    # Of an epoch whose grants are lost, the next one tells: data only grows.
+    return [known[min(one for one in known if one >= epoch)] for epoch in range(max(known, default=-1) + 1)]
 
 
 def _final(run: Path) -> FinalRow | None:

@@ -58,13 +58,6 @@ def _read_weights(folder: Path) -> "dict[str, Tensor]":
 
     from offbeat.learner.training.trainer_state import WEIGHTS_FILE
 
-    if not (folder / WEIGHTS_FILE).exists():
-        raise SettingError(
-            "RUN",
-            str(folder),
-            "an earlier version of offbeat wrote this checkpoint",
-            "Resume the run until its next checkpoint, and export that.",
-        )
     return load_file(folder / WEIGHTS_FILE)
 
 

@@ -11,7 +11,7 @@ from offbeat.learner.leases.prompt_stream import PromptTurn, draws
 
 
 class PromptAudit:
-    """Reads the events of one run in order and compares the hashes of prompts; older logs hold none."""
+    """Reads the events of one run in order and compares the hashes of prompts."""
 
     def __init__(self) -> None:
         self.flaws: list[str] = []
@@ -25,14 +25,13 @@ class PromptAudit:
     def take(self, event: LeaseEvent) -> None:
         """Add the next event."""
         match event:
-            case Granted(lease_id=lease_id, prompt_hash=int(leased)):
+            case Granted(lease_id=lease_id, prompt_hash=leased):
                 self._leased[lease_id] = leased
-            case Accepted(lease_id=lease_id, prompt_hash=int(found)):
+            case Accepted(lease_id=lease_id, prompt_hash=found):
                 self._compare(lease_id, found, "accepted for")
             case Trained():
                 self.num_trained += len(event.lease_ids)
-                # An older log has none of the hashes.
-                for lease_id, found in zip(event.lease_ids, event.prompt_hashes, strict=False):
+                for lease_id, found in zip(event.lease_ids, event.prompt_hashes, strict=True):
                     self.num_compared += lease_id in self._leased
                     self._compare(lease_id, found, f"trained at version {event.policy_version} on")
 

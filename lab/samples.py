@@ -198,7 +198,7 @@ def _decoded(
         ]
         completions.sort(key=lambda completion: completion.reward, reverse=request.order != "worst")
         prompt = None if group.prompt_id is None else prompts.get(group.prompt_id)
-        if prompt is not None and record.event.prompt_hash not in (None, prompt.content_hash):
+        if prompt is not None and record.event.prompt_hash != prompt.content_hash:
             prompt = None
         yield SampledGroup(
             step=group.step,

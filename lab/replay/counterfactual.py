@@ -458,7 +458,15 @@ def _batch(policy: StalenessPolicy, groups: Sequence[Group], policy_version: int
 
 
 def _trained(lease_id: int, policy_version: int, at: float) -> Trained:
-    return Trained(at=at, lease_ids=(lease_id,), policy_version=policy_version, num_steps=0, selected_at=at, selected_after=0)
+    return Trained(
+        at=at,
+        lease_ids=(lease_id,),
+        policy_version=policy_version,
+        num_steps=0,
+        selected_at=at,
+        selected_after=0,
+        prompt_hashes=(),
+    )
 
 
 def _is_dropped_at_once(before: LeaseEvent | None, event: LeaseEvent) -> bool:

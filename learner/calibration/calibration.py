@@ -35,8 +35,8 @@ class LearnerNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transformers: str
     engine_options: dict[str, Any]
     """`actor.engine_options`, such as quantization, the cache's precision, parallelism."""
-    processor: str = ""
-    """`common.processes.processors.processor_name`: it chooses the kernels. Empty in a file of an older version."""
+    processor: str
+    """`common.processes.processors.processor_name`: it chooses the kernels."""
 
 
 class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,10 +46,10 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
     dtype: str
     device: str
-    quantization: str = ""
+    quantization: str
     """The engine's own numbers of fewer bits than `dtype`; empty for none."""
-    processor: str = ""
-    """`common.processes.processors.processor_name`; empty in a file, and for an actor, of an older version."""
+    processor: str
+    """`common.processes.processors.processor_name`."""
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,8 +72,7 @@ class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured_above: float
 
 
-# A file of another version may have more fields: they do not change what the noise is.
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The results of `offbeat calibrate`."""
 
     made_at: str
@@ -91,27 +90,26 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     any `anchor`; empty for an objective that does not clip."""
     recommended: ClipBand | None
     """Recommended band for `objective` and `anchor`; None for an objective that does not clip."""
-    bounds: tuple[BoundCheck, ...] = ()
-    """Checks of each correction and of M2PO's threshold; empty in a file of an older version."""
-    positive: NoiseFloor | None = None
-    """Fitted to the completions with an advantage above 0; None in a file of an older version."""
-    negative: NoiseFloor | None = None
-    """Fitted to the completions with an advantage below 0; None in a file of an older version."""
-    sign_shares: tuple[float, float] = (0.5, 0.5)
+    bounds: tuple[BoundCheck, ...]
+    """Checks of each correction and of M2PO's threshold."""
+    positive: NoiseFloor
+    """Fitted to the completions with an advantage above 0."""
+    negative: NoiseFloor
+    """Fitted to the completions with an advantage below 0."""
+    sign_shares: tuple[float, float]
     """Mean share of a completion's tokens with an advantage above 0, and below 0, of the groups that a step counts."""
-    length_quantiles: tuple[int, ...] = ()
-    """Evenly spaced quantiles of the completions' lengths, in tokens; empty in a file of an older version."""
+    length_quantiles: tuple[int, ...]
+    """Evenly spaced quantiles of the completions' lengths, in tokens."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Lengths that stand for those of the calibrated completions."""
-        mean = max(1, round(self.floor.num_tokens / self.floor.num_completions))
-        return np.array(self.length_quantiles or (mean,), dtype=np.int64)
+        return np.array(self.length_quantiles, dtype=np.int64)
 
     @property
     def noise(self) -> NoiseBySign:
-        """The noise by the sign of the advantage; in a file of an older version the same for both."""
-        return NoiseBySign(self.floor, self.positive or self.floor, self.negative or self.floor)
+        """The noise by the sign of the advantage."""
+        return NoiseBySign(self.floor, self.positive, self.negative)
 
     @property
     def num_independent(self) -> float:
@@ -145,17 +143,12 @@ def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) 
 
 def engine_numerics(engine: EngineInfo) -> EngineNumerics:
     """Return the numerics of an actor's engine."""
-    return EngineNumerics(
-        engine.name, engine.version, engine.dtype, engine.device, engine.quantization, processor=engine.processor
-    )
+    return EngineNumerics(engine.name, engine.version, engine.dtype, engine.device, engine.quantization, engine.processor)
 
 
 def changes(measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | EngineNumerics) -> list[str]:
     """Return a sentence for each property that has changed since the floor was measured."""
     before, after = msgspec.structs.asdict(measured), msgspec.structs.asdict(now)
-    if not (measured.processor and now.processor):
-        # Not known of an older version.
-        del before["processor"]
     return [
         f"{name} was {_shown(before[name])}, and is {_shown(after[name])}" for name in before if before[name] != after[name]
     ]

@@ -32,12 +32,12 @@ class Granted(Event, frozen=True):
     """The learner's version at that moment."""
     oldest_version: int
     """The oldest version that a token of the group can have: what the actor had, or must wait for."""
-    prompt_hash: int | None = None
-    """`Prompt.content_hash` of the prompt that was sent; None in logs of older programs."""
-    epoch_size: int | None = None
-    """Number of prompts of the pass `epoch`; None in logs of older programs."""
+    prompt_hash: int
+    """`Prompt.content_hash` of the prompt that was sent."""
+    epoch_size: int
+    """Number of prompts of the pass `epoch`."""
     task: str = ""
-    """Name of the prompt's task (`data.task_field`); empty where tasks are not told apart, and in logs of older programs."""
+    """Name of the prompt's task (`data.task_field`); empty where tasks are not told apart."""
 
 
 class Accepted(Event, frozen=True):
@@ -49,12 +49,12 @@ class Accepted(Event, frozen=True):
     generate_s: float
     policy_version: int
     """The learner's version at that moment."""
-    prompt_hash: int | None = None
-    """`Prompt.content_hash` of the prompt that the group was taken for; None in logs of older programs."""
-    reward_s: float = 0.0
-    """Seconds from the last completion's end until all rewards were known; 0 in logs of older programs."""
+    prompt_hash: int
+    """`Prompt.content_hash` of the prompt that the group was taken for."""
+    reward_s: float
+    """Seconds from the last completion's end until all rewards were known."""
     experts: ExpertsMeta | None = None
-    """As in `GroupDone`; None in logs of older programs."""
+    """As in `GroupDone`."""
 
 
 class Dropped(Event, frozen=True):
@@ -84,8 +84,8 @@ class Trained(Event, frozen=True):
     """Time at which the batch was selected, in seconds since the epoch."""
     selected_after: int
     """Records of this learner process before the selection: groups accepted after them could not be selected."""
-    prompt_hashes: tuple[int, ...] = ()
-    """`Prompt.content_hash` of the prompt of each lease, as it was trained on; empty in logs of older programs."""
+    prompt_hashes: tuple[int, ...]
+    """`Prompt.content_hash` of the prompt of each lease, as it was trained on."""
 
 
 class Tuned(Event, frozen=True):

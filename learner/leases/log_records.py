@@ -30,7 +30,7 @@ MAGIC = b"offbeat" + bytes([2])
 """The last byte is the format's version."""
 ALIGNMENT = 8
 """Records and their arrays begin at multiples of this: numpy and torch are slow on unaligned data, and behind damage whole
-records are looked for there. Older programs wrote no zeros behind arrays."""
+records are looked for there."""
 
 _SEGMENT = struct.Struct("<8sQQQ16sQ")
 _RECORD = struct.Struct("<QII")

@@ -129,10 +129,9 @@ def recover(
 
 def _follow_size(event: Granted, stream: PromptStream, num_prompts: int) -> None:
     """Give the stream's passes the size that they had when this lease was granted; there are `num_prompts` now."""
-    size = event.epoch_size
-    if size is not None and size != stream.size_of(event.epoch):
-        _require_prompts(size, num_prompts)
-        stream.grow(size)
+    if event.epoch_size != stream.size_of(event.epoch):
+        _require_prompts(event.epoch_size, num_prompts)
+        stream.grow(event.epoch_size)
 
 
 def _require_prompts(num_before: int, num_prompts: int) -> None:
@@ -214,7 +213,7 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
 
 def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
     """Raise `RecoveryError` when the data has another prompt now than the one that the lease was granted for."""
-    if event.prompt_hash not in (None, prompt.content_hash):
+    if event.prompt_hash != prompt.content_hash:
         raise RecoveryError(
             f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of data.train_data is now: "
             "its text, tokens, row or weight was changed. Change the data back, or begin a new run in another run.dir"

@@ -48,10 +48,10 @@ class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     run_id: str
     dispatcher: DispatcherState
+    identity: run_identity.RunIdentity
+    """Everything that the run is made with."""
     noise: Noise | None = None
     """The automatic bound's; None when it has measured none."""
-    identity: run_identity.RunIdentity | None = None
-    """Everything that the run is made with; None in checkpoints of older programs."""
 
 
 class Checkpoints:
@@ -93,7 +93,7 @@ class Checkpoints:
         folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
         try:
             checkpoints.require_room(self._root, self._num_bytes)
-            state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
+            state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._identity, self._auto_bound.noise)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.CheckpointFailedError, LogFullError) as error:
             detail = f"{folder}: {error}; the run continues, and a restart would begin at the previous checkpoint"
@@ -235,12 +235,6 @@ def check_identity(
     known = [
         found for found in (run_identity.read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None
     ]
-    if not known:
-        logger.warning(
-            "%s does not say what its run was made with, which older versions did not keep: settings, model and data are not "
-            "compared",
-            run_folder,
-        )
     hashes_before = run_identity.read_prompt_hashes(run_folder)
     changes = [
         change

@@ -106,7 +106,7 @@ def write_identity(folder: Path, identity: RunIdentity, train: PromptHashes) -> 
 
 
 def read_identity(folder: Path) -> RunIdentity | None:
-    """Return the identity in a run's folder; None when an older program made the run, or the file is damaged."""
+    """Return the identity in a run's folder; None when the file is missing or damaged."""
     try:
         return msgspec.json.decode((folder / IDENTITY_FILE).read_bytes(), type=RunIdentity)
     except FileNotFoundError:

@@ -44,7 +44,16 @@ def make_payload(num_tokens: int) -> Payload:
     """Return a group whose completions have `num_tokens` tokens each."""
     generator = np.random.default_rng(num_tokens)
     completions = tuple(CompletionMeta(num_tokens, "stop", 1.0, (Segment(0, 0),)) for _ in range(GROUP_SIZE))
-    event = Accepted(at=0.0, lease_id=1, actor="actor-0", completions=completions, generate_s=1.0, policy_version=0)
+    event = Accepted(
+        at=0.0,
+        lease_id=1,
+        actor="actor-0",
+        completions=completions,
+        generate_s=1.0,
+        policy_version=0,
+        prompt_hash=0,
+        reward_s=0.0,
+    )
     num_all = GROUP_SIZE * num_tokens
     return event, generator.integers(0, 150_000, num_all, np.int32), -generator.random(num_all, np.float32)
 

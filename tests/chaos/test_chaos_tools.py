@@ -73,7 +73,16 @@ def test_reward_that_no_episode_earned_is_found() -> None:
         return CompletionMeta(1, "stop", reward, (Segment(0, 0),), parts)
 
     def accepted(*completions: CompletionMeta) -> Accepted:
-        return Accepted(at=0.0, lease_id=7, actor="a", completions=completions, generate_s=0.0, policy_version=0)
+        return Accepted(
+            at=0.0,
+            lease_id=7,
+            actor="a",
+            completions=completions,
+            generate_s=0.0,
+            policy_version=0,
+            prompt_hash=0,
+            reward_s=0.0,
+        )
 
     assert made_up([accepted(completion(0.0, earned=1.0), completion(0.5, earned=1.5))]) == []
     flawed = [accepted(completion(0.0)), accepted(completion(0.0, earned=1.5))]
@@ -94,7 +103,7 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
     tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chaos_tools, "END_S", 0.1)
-    monkeypatch.setattr(chaos_tools, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("offbeat.actor.environments.episodes.CLOSE_TIMEOUT_S", 0.1)
     script = f"import asyncio; from {__name__} import *; asyncio.run(play(Unasked(), {{'returns': 1.0, 'turns': 9999}}))"
     workers: list[subprocess.Popen] = []
 

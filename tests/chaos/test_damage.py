@@ -17,7 +17,7 @@ from offbeat.learner.training import checkpoints
 from offbeat.learner.training.trainer_state import CheckpointMeta
 from tests.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, NEAR_RECORDS, corrupt_log, damage_checkpoint
 from tests.chaos.test_chaos import detail_of
-from tests.learner.restart.test_resume import state_with
+from tests.learner.restart.test_resume import IDENTITY, state_with
 
 DAMAGES = (*DAMAGES_AT_THE_END, *DAMAGES_IN_THE_MIDDLE)
 
@@ -77,7 +77,7 @@ def test_damage_to_the_newest_checkpoint_is_one_that_a_restart_finds(tmp_path: P
         (partial / "weights").write_bytes(bytes(300))
         meta = CheckpointMeta(version, world_size=1, zero_stage=0, dtype="float32", lora=LoraSection(), has_critic=False)
         (partial / "trainer.json").write_bytes(msgspec.json.encode(meta))
-        checkpoints.write_extra(partial, msgspec.msgpack.encode(ServiceState("run", state_with(Position(1, 0)))))
+        checkpoints.write_extra(partial, msgspec.msgpack.encode(ServiceState("run", state_with(Position(1, 0)), IDENTITY)))
         checkpoints.publish(folder)
     assert "step-00000002" in detail_of(damage_checkpoint(root, random.Random(seed)))
     assert len(set_damaged_aside(tmp_path, "run")) == 1

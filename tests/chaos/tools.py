@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.actor.environments.episodes import CLOSE_TIMEOUT_S
 from offbeat.common.processes import process_table as processes
 from offbeat.common.settings.config import EnvironmentSection
 
@@ -48,6 +47,9 @@ class Tools:
 
     def wedge(self, pause: Callable[[float], None]) -> Struck:
         """Let a tool block the event loop of its process, which must be replaced."""
+        # Imported here: it imports torch, which the processes that play have no need of.
+        from offbeat.actor.environments.episodes import CLOSE_TIMEOUT_S
+
         words = self._obeyed("wedge", "wedged", pause)
         if words is None:
             return Struck(None)

@@ -50,14 +50,6 @@ def test_group_of_another_prompt_is_seen(event: LeaseEvent, flaw: str) -> None:
     assert audited(*GOOD[:4], event).flaws == [flaw]
 
 
-def test_log_of_an_older_program_is_not_compared() -> None:
-    prompts = audited(granted(0), granted(1), accepted(0), accepted(1), trained(0, 0, 1))
-    assert (prompts.flaws, prompts.num_compared, prompts.num_trained) == ([], 0, 2)
-    # Leased before the learner was updated, and trained after it.
-    prompts = audited(granted(0), replace(accepted(0), prompt_hash=10), replace(trained(0, 0), prompt_hashes=(10,)))
-    assert (prompts.flaws, prompts.num_compared, prompts.num_trained) == ([], 0, 1)
-
-
 def test_audit_of_a_log_has_the_claim(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
     for event in (GOOD[0], replace(trained(0, 0), prompt_hashes=(99,))):

@@ -25,7 +25,7 @@ def run(*, with_tasks: bool = True) -> list[LeaseEvent]:
             prompt_id, epoch = stream.next()
             task = TASKS[prompt_id % 2] if with_tasks else ""
             fields = {"prompt_id": prompt_id, "epoch": epoch, "actor": "a", "policy_version": 0, "oldest_version": 0}
-            events.append(Granted(at=0.0, lease_id=len(events), task=task, **fields))
+            events.append(Granted(at=0.0, lease_id=len(events), task=task, **fields, prompt_hash=0, epoch_size=20))
     return events
 
 

@@ -35,7 +35,17 @@ def started(version: int = 0, at: float = 0.0) -> Started:
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:
-    return Granted(at=at, lease_id=lease_id, prompt_id=7, epoch=0, actor=actor, policy_version=3, oldest_version=2)
+    return Granted(
+        at=at,
+        lease_id=lease_id,
+        prompt_id=7,
+        epoch=0,
+        actor=actor,
+        policy_version=3,
+        oldest_version=2,
+        prompt_hash=0,
+        epoch_size=20,
+    )
 
 
 def accepted(lease_id: int, at: float, generate_s: float, reward_s: float = 0.0) -> Accepted:
@@ -51,12 +61,19 @@ def accepted(lease_id: int, at: float, generate_s: float, reward_s: float = 0.0)
         generate_s=generate_s,
         policy_version=3,
         reward_s=reward_s,
+        prompt_hash=0,
     )
 
 
 def trained(version: int, *lease_ids: int, selected_at: float, at: float, num_steps: int = 1) -> Trained:
     return Trained(
-        at=at, lease_ids=lease_ids, policy_version=version, num_steps=num_steps, selected_at=selected_at, selected_after=0
+        at=at,
+        lease_ids=lease_ids,
+        policy_version=version,
+        num_steps=num_steps,
+        selected_at=selected_at,
+        selected_after=0,
+        prompt_hashes=(),
     )
 
 

@@ -37,7 +37,7 @@ CONFIG = Config(
     actor=ActorSection(name="a", engine_options={"hf_token": "hf-1", "max_num_seqs": 8}),
     hub=HubSection(address="tcp://10.0.0.1:5700", key="/keys/learner.key", dead_after_s=20.0),
 )
-NO_PATHS = {"data.image_field", "data.train_split", "data.eval_split", "log.retain_mb"}
+NO_PATHS = {"data.image_field", "data.train_split", "data.eval_split"}
 """Settings whose texts speak of files and folders, and that name none."""
 
 

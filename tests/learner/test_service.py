@@ -287,7 +287,7 @@ class Bench:
         )
         self.learner = Learner(
             self.loop,
-            link=ActorLink(cast(Dispatcher, self.dispatcher), cast(HubThread, FakeHubThread(self.calls)), dead_after_s=7.0),
+            link=ActorLink(cast(Dispatcher, self.dispatcher), cast(HubThread, FakeHubThread(self.calls)), dead_after_s=6.0),
             publisher=publisher,
             log=cast(RolloutLog, FakeLog(self.calls)),
             record=self.record,

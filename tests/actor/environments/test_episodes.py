@@ -401,7 +401,7 @@ def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_onc
         game.now += 10.5
         game.poll()
         game.workers.killed.clear()
-        game.now += 5.1
+        game.now += 10.1
         game.poll()
         assert set(game.workers.killed) <= {f"7/{index}/{attempt}" for index in range(3)}
         begun = [one.episode for one in game.workers.sent if isinstance(one, PlayEpisode)]

@@ -49,6 +49,8 @@ class Tale:
                     actor="a",
                     policy_version=version,
                     oldest_version=version if oldest is None else oldest,
+                    prompt_hash=0,
+                    epoch_size=20,
                 )
             )
 
@@ -56,7 +58,16 @@ class Tale:
         for lease_id in lease_ids:
             segments = tuple(Segment(version, token) for token, version in enumerate(versions))
             meta = CompletionMeta(num_tokens=2, finish_reason="stop", reward=1.0, segments=segments)
-            event = Accepted(at=self.now, lease_id=lease_id, actor="a", completions=(meta,), generate_s=1.0, policy_version=0)
+            event = Accepted(
+                at=self.now,
+                lease_id=lease_id,
+                actor="a",
+                completions=(meta,),
+                generate_s=1.0,
+                policy_version=0,
+                prompt_hash=0,
+                reward_s=0.0,
+            )
             self.add(event, bytes(8), bytes(8))
 
     def drop(self, lease_id: int, reason: str) -> None:
@@ -83,6 +94,7 @@ class Tale:
                 num_steps=num_steps,
                 selected_at=at,
                 selected_after=after,
+                prompt_hashes=(),
             )
         )
 

@@ -88,6 +88,8 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
                 actor="a",
                 policy_version=version,
                 oldest_version=version,
+                prompt_hash=0,
+                epoch_size=20,
             )
             log.append(granted)
         for group in of_step:
@@ -102,6 +104,8 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
                 completions=completions,
                 generate_s=0.1,
                 policy_version=version,
+                prompt_hash=0,
+                reward_s=0.0,
             )
             ids = b"".join(rollout.token_ids.tobytes() for rollout in group.rollouts)
             log.append(accepted, ids, b"".join(rollout.behavior_logprobs.tobytes() for rollout in group.rollouts))
@@ -117,6 +121,7 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
                     num_steps=1,
                     selected_at=step + 0.5,
                     selected_after=num_records,
+                    prompt_hashes=(),
                 )
             )
             num_records += 1

@@ -22,12 +22,13 @@ LEARNER = LearnerNumerics(
     torch="2.9",
     transformers="5.0",
     engine_options={},
+    processor="",
 )
 
 
 class FakeCalibration:
     learner = LEARNER
-    engine = EngineNumerics("vllm", "0.15", "bfloat16", "H100")
+    engine = EngineNumerics("vllm", "0.15", "bfloat16", "H100", quantization="", processor="")
 
 
 class FakeHello:

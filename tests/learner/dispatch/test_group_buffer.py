@@ -92,7 +92,9 @@ def test_dropping_long_groups_that_are_late_raises_the_alarm_of_the_run() -> Non
             for lease in [*late.popleft(), *(lease for lease in leases if lease.lease_id % 8)]:
                 desk.now += 0.01
                 num_tokens = 1 if lease.lease_id % 8 else MAX_NEW_TOKENS
-                actor.answer(lease.lease_id, policy_version=sampled[lease.lease_id], ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens)
+                actor.answer(
+                    lease.lease_id, policy_version=sampled[lease.lease_id], ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens
+                )
             desk.train()
             actor.commit(version + 1)
         alarms[staleness_policy] = sum(row.event == "bias_alarm" for row in desk.rows_of(EventRow))

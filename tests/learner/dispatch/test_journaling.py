@@ -68,6 +68,7 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
             generate_s=0.1,
             policy_version=0,
             prompt_hash=hashes[0],
+            reward_s=0.0,
         ),
         Trained(
             at=7.0,

@@ -68,6 +68,8 @@ def accepted_entries(draw: st.DrawFn) -> Entry:
         generate_s=0.5,
         policy_version=3,
         experts=experts,
+        prompt_hash=0,
+        reward_s=0.0,
     )
     return Entry(event, tuple(arrays))
 

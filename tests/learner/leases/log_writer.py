@@ -21,7 +21,14 @@ def accepted(lease_id: int) -> tuple[Accepted, np.ndarray, np.ndarray]:
     num_tokens = NUM_TOKENS + lease_id % 100
     completion = CompletionMeta(num_tokens, "stop", float(lease_id), (Segment(0, 0),))
     event = Accepted(
-        at=0.0, lease_id=lease_id, actor="actor-0", completions=(completion,), generate_s=1.0, policy_version=lease_id
+        at=0.0,
+        lease_id=lease_id,
+        actor="actor-0",
+        completions=(completion,),
+        generate_s=1.0,
+        policy_version=lease_id,
+        prompt_hash=0,
+        reward_s=0.0,
     )
     return event, np.full(num_tokens, lease_id, np.int32), np.full(num_tokens, -lease_id, np.float32)
 

@@ -103,7 +103,9 @@ def test_each_sequence_is_bounded_and_all_together() -> None:
 
 def test_group_has_weight_and_task_of_its_prompt() -> None:
     completions = (CompletionMeta(1, "stop", 1.0, (Segment(0, 0),)),)
-    accepted = Accepted(at=7.0, lease_id=1, actor="a", completions=completions, generate_s=0.5, policy_version=0)
+    accepted = Accepted(
+        at=7.0, lease_id=1, actor="a", completions=completions, generate_s=0.5, policy_version=0, prompt_hash=0, reward_s=0.0
+    )
     prompt = Prompt(3, "p", np.array([1], np.int32), "{}", weight=2.0, task="sums")
     group = make_group(accepted, [memoryview(bytes(4)), memoryview(bytes(4))], prompt)
     assert (group.prompt_id, group.weight, group.task) == (3, 2.0, "sums")
@@ -193,7 +195,15 @@ def test_a_group_has_the_experts_of_its_last_frame() -> None:
     assert flaw(done.completions, arrays, LIMITS, NEWEST_VERSION) is None, "they are not token ids"
     prompt = Prompt(0, "56", np.array([5, 6], np.int32), "{}")
     accepted = Accepted(
-        at=0.0, lease_id=1, actor="a", completions=done.completions, generate_s=0.0, policy_version=0, experts=done.experts
+        at=0.0,
+        lease_id=1,
+        actor="a",
+        completions=done.completions,
+        generate_s=0.0,
+        policy_version=0,
+        experts=done.experts,
+        prompt_hash=0,
+        reward_s=0.0,
     )
     group = make_group(accepted, arrays, prompt)
     assert group.experts is not None

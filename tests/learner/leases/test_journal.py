@@ -33,18 +33,39 @@ def make(log: WillingLog | None) -> LeaseJournal:
 def grant(journal: LeaseJournal, lease_id: int) -> Granted:
     """Return the event that leases the stream's next prompt."""
     prompt_id, epoch = journal.stream.peek()
-    return Granted(at=7.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="a", policy_version=0, oldest_version=0)
+    return Granted(
+        at=7.0,
+        lease_id=lease_id,
+        prompt_id=prompt_id,
+        epoch=epoch,
+        actor="a",
+        policy_version=0,
+        oldest_version=0,
+        prompt_hash=0,
+        epoch_size=20,
+    )
 
 
 def accept(journal: LeaseJournal, lease_id: int) -> tuple[Accepted, list[memoryview], Group]:
     completions = (CompletionMeta(2, "stop", 1.0, (Segment(0, 0),)),)
-    event = Accepted(at=7.0, lease_id=lease_id, actor="a", completions=completions, generate_s=0.5, policy_version=0)
+    event = Accepted(
+        at=7.0,
+        lease_id=lease_id,
+        actor="a",
+        completions=completions,
+        generate_s=0.5,
+        policy_version=0,
+        prompt_hash=0,
+        reward_s=0.0,
+    )
     frames = [memoryview(np.array([1, 2], np.int32).tobytes()), memoryview(np.array([-1, -2], np.float32).tobytes())]
     return event, frames, make_group(event, frames, PROMPTS[journal.ledger.find(lease_id).prompt_id])
 
 
 def trained(lease_id: int) -> Trained:
-    return Trained(at=7.0, lease_ids=(lease_id,), policy_version=0, num_steps=1, selected_at=7.0, selected_after=2)
+    return Trained(
+        at=7.0, lease_ids=(lease_id,), policy_version=0, num_steps=1, selected_at=7.0, selected_after=2, prompt_hashes=()
+    )
 
 
 def test_committed_event_is_in_the_log_the_ledger_and_the_prompt_stream(log: WillingLog) -> None:

@@ -140,8 +140,3 @@ def test_turn_brought_forward_over_a_growth_leaves_none_out(
     assert drain_turns(stream, 25) == [turns[index], *turns[:index], *turns[index + 1 :]]
     # A prompt that no epoch before the growth has.
     assert not stream.bring_forward(PromptTurn(num_prompts + added, stream.epoch))
-
-
-def test_state_of_a_stream_whose_data_never_grew_is_as_older_programs_wrote_it() -> None:
-    state = PromptStream(5, seed=0, position=7).state()
-    assert msgspec.json.decode(msgspec.json.encode(state)) == {"num_prompts": 5, "seed": 0, "position": 7, "returned": []}

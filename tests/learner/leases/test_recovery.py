@@ -38,6 +38,7 @@ class Tale:
         self.log = RolloutLog(folder, run_id="run", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
         self.stream = PromptStream(NUM_PROMPTS, seed=0)
         self.positions: dict[int, Position] = {}
+        self.prompt_ids: dict[int, int] = {}
 
     def start(self, policy_version: int = 0, run_id: str = "run") -> None:
         self.log.append(Started(at=0.0, run_id=run_id, learner_incarnation=1, policy_version=policy_version))
@@ -45,14 +46,34 @@ class Tale:
     def grant(self, lease_id: int, turn: PromptTurn | None = None) -> PromptTurn:
         turn = turn or self.stream.next()
         prompt_id, epoch = turn
+        self.prompt_ids[lease_id] = prompt_id
         self.log.append(
-            Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="a", policy_version=0, oldest_version=0)
+            Granted(
+                at=0.0,
+                lease_id=lease_id,
+                prompt_id=prompt_id,
+                epoch=epoch,
+                actor="a",
+                policy_version=0,
+                oldest_version=0,
+                prompt_hash=PROMPTS[prompt_id].content_hash,
+                epoch_size=NUM_PROMPTS,
+            )
         )
         return turn
 
     def accept(self, lease_id: int, ids: tuple[int, ...] = (1, 2)) -> None:
         completions = (CompletionMeta(len(ids), "stop", 0.5, (Segment(0, 0),)),)
-        accepted = Accepted(at=0.0, lease_id=lease_id, actor="a", completions=completions, generate_s=1.5, policy_version=0)
+        accepted = Accepted(
+            at=0.0,
+            lease_id=lease_id,
+            actor="a",
+            completions=completions,
+            generate_s=1.5,
+            policy_version=0,
+            prompt_hash=PROMPTS[self.prompt_ids.get(lease_id, 0)].content_hash,
+            reward_s=0.0,
+        )
         self.positions[lease_id] = self.log.append(accepted, np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
 
     def train(self, *lease_ids: int, policy_version: int = 0, num_steps: int = 1) -> None:
@@ -64,6 +85,7 @@ class Tale:
                 num_steps=num_steps,
                 selected_at=0.0,
                 selected_after=0,
+                prompt_hashes=(),
             )
         )
 

@@ -99,6 +99,8 @@ def test_version_of_a_lost_batch_is_known_from_the_grants_behind_it() -> None:
             actor="a",
             policy_version=policy_version,
             oldest_version=0,
+            prompt_hash=PROMPTS[prompt_id].content_hash,
+            epoch_size=NUM_PROMPTS,
         )
 
     records = [Record(Position(1, 32), grant(0, 0), ()), GAP, Record(Position(1, 320), grant(1, 7), ())]
@@ -127,10 +129,27 @@ class History:
         if not is_ready and kind <= 3:
             self.open[lease_id] = (turn, True)
             completions = (CompletionMeta(1, "stop", 0.0, (Segment(0, 0),)),)
-            return Accepted(at=0.0, lease_id=lease_id, actor="a", completions=completions, generate_s=0.0, policy_version=0)
+            return Accepted(
+                at=0.0,
+                lease_id=lease_id,
+                actor="a",
+                completions=completions,
+                generate_s=0.0,
+                policy_version=0,
+                prompt_hash=PROMPTS[turn.prompt_id].content_hash,
+                reward_s=0.0,
+            )
         del self.open[lease_id]
         if is_ready and kind <= 4:
-            return Trained(at=0.0, lease_ids=(lease_id,), policy_version=0, num_steps=1, selected_at=0.0, selected_after=0)
+            return Trained(
+                at=0.0,
+                lease_ids=(lease_id,),
+                policy_version=0,
+                num_steps=1,
+                selected_at=0.0,
+                selected_after=0,
+                prompt_hashes=(),
+            )
         is_final = kind == 6
         if not is_final:
             self.stream.give_back(*turn)
@@ -151,6 +170,7 @@ class History:
             policy_version=0,
             oldest_version=0,
             epoch_size=self.stream.size_of(turn.epoch),
+            prompt_hash=PROMPTS[turn.prompt_id].content_hash,
         )
 
 

@@ -159,7 +159,19 @@ def test_nothing_is_dropped_before_a_batch_is_complete() -> None:
 
 def test_ledger_keeps_the_books_of_the_live_run() -> None:
     ledger = Ledger()
-    ledger.apply(Granted(at=0.0, lease_id=3, prompt_id=0, epoch=0, actor="a", policy_version=0, oldest_version=0))
+    ledger.apply(
+        Granted(
+            at=0.0,
+            lease_id=3,
+            prompt_id=0,
+            epoch=0,
+            actor="a",
+            policy_version=0,
+            oldest_version=0,
+            prompt_hash=0,
+            epoch_size=20,
+        )
+    )
     policy = make_policy(2, groups_per_step=1, staleness_policy="abort")
     scheduler: RolloutScheduler[Group] = RolloutScheduler(policy, Evaluations(interval=0, num_prompts=0), ledger)
     assert scheduler.abort(3) == [3]

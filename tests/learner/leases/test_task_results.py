@@ -50,8 +50,22 @@ def test_dropped_group_counts_for_its_task_only_when_it_had_no_signal(reason: st
     (group,) = desk.train()
     ledger = Ledger()
     lease_id = ledger.next_lease_id()
-    ledger.apply(Granted(at=0.0, lease_id=lease_id, prompt_id=0, epoch=0, actor="a", policy_version=0, oldest_version=0))
-    accepted = Accepted(at=0.0, lease_id=lease_id, actor="a", completions=(), generate_s=0.0, policy_version=0)
+    ledger.apply(
+        Granted(
+            at=0.0,
+            lease_id=lease_id,
+            prompt_id=0,
+            epoch=0,
+            actor="a",
+            policy_version=0,
+            oldest_version=0,
+            prompt_hash=0,
+            epoch_size=20,
+        )
+    )
+    accepted = Accepted(
+        at=0.0, lease_id=lease_id, actor="a", completions=(), generate_s=0.0, policy_version=0, prompt_hash=0, reward_s=0.0
+    )
     ledger.apply(accepted, group._replace(lease_id=lease_id))
     ledger.apply(Dropped(at=0.0, lease_id=lease_id, reason=reason, is_final=False))
     assert [tally.num_groups for tally in ledger.tasks.values()] == [1] * num_counted

@@ -25,8 +25,7 @@ from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
 from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.leases.log_records import LogFullError, Position
-from offbeat.learner.leases.prompt_stream import PromptTurn, StreamState
-from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.prompt_stream import StreamState
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import resume
 from offbeat.learner.restart.resume import Checkpoints, ServiceState
@@ -34,11 +33,9 @@ from offbeat.learner.restart.run_identity import Change, RunIdentity, write_iden
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer_state import CheckpointMeta
+from tests.learner.leases.taped_log import PROMPTS
+from tests.learner.leases.test_recovery import Tale
 
-OLD_RUN = Path(__file__).parents[1] / "run_of_1a700fc"
-"""A run's folder as commit 1a700fc wrote it, its log in the present format, with 5 prompts. At the checkpoint of version 1,
-lease 0 is trained, 1 ready, 2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
-PROMPTS = [Prompt(index, f"p{index}", np.array([index, index + 10], np.int32), "{}") for index in range(5)]
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {"software: torch": "2.0"}, "run")
 NO_HASHES = np.empty(0, np.uint64)
 NO_FSYNC = LogSection(fsync="off")
@@ -157,7 +154,7 @@ def test_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     run.save(12, newest)
     trainer = FakeTrainer()
     state = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
-    assert state == ServiceState("run", newest, Noise(0.25, 0.5), IDENTITY)
+    assert state == ServiceState("run", newest, IDENTITY, Noise(0.25, 0.5))
     assert trainer.policy_version == 12
 
 
@@ -329,7 +326,7 @@ def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_pa
     log = resume.open_log(tmp_path, "run", NO_FSYNC, None)
     assert log is not None
     log.close()
-    recovered = resume.recover_run(tmp_path, None, PROMPTS, 3, has_log=True)
+    recovered = resume.recover_run(tmp_path, None, PROMPTS, 0, has_log=True)
     assert (recovered.num_records, recovered.ledger.counts()) == (0, LedgerCounts())
 
 
@@ -353,70 +350,38 @@ def test_resumed_run_is_compared_with_the_folder_and_with_the_newest_checkpoint(
         resume.check_identity(tmp_path, identity_with("0.5", "2.0"), NO_HASHES)
 
 
-def test_run_of_an_older_program_resumes_with_a_warning(old_run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resume.check_identity(old_run, IDENTITY, NO_HASHES) == []
-    assert "settings, model and data are not compared" in caplog.text
-
-
 @pytest.fixture
-def old_run(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+def killed_run(tmp_path: Path) -> Path:
+    """The folder of a killed learner.
+
+    At its checkpoint lease 0 is ready and 1 generating; afterwards 2 is granted, 1 accepted and 0 trained.
+    """
+    run = Run(tmp_path / "run", keep=1)
+    tale = Tale(run.folder / "log")
+    tale.start()
+    tale.grant(0)
+    tale.grant(1)
+    tale.accept(0)
+    run.save(1, tale.checkpoint())
+    tale.grant(2)
+    tale.accept(1)
+    tale.train(0, policy_version=1)
+    tale.log.close()
+    return run.folder
 
 
-def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:
-    trainer = FakeTrainer()
-    state = resume.load_checkpoint(old_run, cast(RankedTrainer, trainer), has_log=True)
-    assert trainer.policy_version == 1
-    tuned = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=0)
-    ready = SavedLease(1, 2, 0, "actor-0", Position(1, 632), is_ready=True, oldest_version=0, granted_at=3.0)
-    generating = SavedLease(3, 3, 0, "actor-0", None, is_ready=False, oldest_version=0, granted_at=5.0)
-    assert state is not None
-    assert (state.run_id, state.noise) == ("oldrun", Noise(0.25, 0.5))
-    assert state.dispatcher.stream == StreamState(5, 3, 4, (PromptTurn(1, 0),))
-    assert state.dispatcher.ledger.counts == LedgerCounts(leased=4, trained=1, expired=1, in_flight=2)
-    assert state.dispatcher.ledger.open == (ready, generating)
-    assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1512), 1)
-    assert state.dispatcher.tuned == {"staleness.max_staleness": tuned}
-    assert resume.needed_by_oldest(old_run / "checkpoints", 2) == Position(1, 632)
+def test_run_without_its_checkpoint_begins_again_with_its_groups(killed_run: Path) -> None:
+    shutil.rmtree(killed_run / "checkpoints")
+    assert resume.find_run_id(killed_run) == "run"
+    recovered = resume.recover_run(killed_run, None, PROMPTS, 0, has_log=True)
+    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [0, 1]
 
 
-def test_checkpoint_is_written_with_the_bytes_of_an_older_program(old_run: Path) -> None:
-    extra = checkpoints.read_extra(old_run / "checkpoints" / "step-00000001")
-    assert msgspec.msgpack.encode(msgspec.msgpack.decode(extra, type=ServiceState)) == extra
-
-
-def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
-    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
-    log = resume.open_log(old_run, "oldrun", NO_FSYNC, state)
-    assert log is not None
-    log.close()
-    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
-    assert (recovered.num_records, recovered.newest_version) == (3, 2)
-    first, second = recovered.ledger.ready_groups()
-    # Groups trained after the checkpoint are trained again.
-    assert (first.lease_id, first.prompt_id, second.lease_id, second.prompt_id) == (1, 2, 3, 3)
-    assert second.rollouts[1].token_ids.tolist() == [6, 7, 8]
-    assert second.rollouts[1].behavior_logprobs.tolist() == [-3.375, -3.5, -3.625]
-    assert [rollout.reward for rollout in second.rollouts] == [0.0, 1.0]
-    (generating,) = recovered.ledger.generating()
-    assert (generating.lease_id, generating.actor) == (4, "actor-0")
-    assert recovered.ledger.counts() == LedgerCounts(leased=5, trained=1, expired=1, in_flight=3)
-    assert recovered.tuned["staleness.max_staleness"].settings == {"staleness.max_staleness": "3"}
-
-
-def test_run_of_an_older_program_without_its_checkpoint_begins_again_with_its_groups(old_run: Path) -> None:
-    shutil.rmtree(old_run / "checkpoints")
-    recovered = resume.recover_run(old_run, None, PROMPTS, 3, has_log=True)
-    assert resume.find_run_id(old_run) == "oldrun"
-    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [0, 1, 3]
-    assert recovered.ledger.counts() == LedgerCounts(leased=5, expired=1, in_flight=4)
-
-
-def test_without_a_log_only_the_checkpoint_counts(old_run: Path) -> None:
-    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
-    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=False)
+def test_without_a_log_only_the_checkpoint_counts(killed_run: Path) -> None:
+    state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    recovered = resume.recover_run(killed_run, state, PROMPTS, 0, has_log=False)
     assert recovered.num_records == 0
-    assert resume.open_log(old_run, "oldrun", LogSection(enabled=False), state) is None
+    assert resume.open_log(killed_run, "run", LogSection(enabled=False), state) is None
 
 
 def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
@@ -425,9 +390,9 @@ def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
-    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
-    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
+def test_resumed_run_says_what_it_reuses(killed_run: Path) -> None:
+    state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    recovered = resume.recover_run(killed_run, state, PROMPTS, 0, has_log=True)
     (row,) = told(resume.report_resumed, recovered, 1)
     assert row == {
         "kind": "event",
@@ -437,28 +402,27 @@ def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
     }
 
 
-def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_has_them(old_run: Path) -> None:
-    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_has_them(killed_run: Path) -> None:
+    state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
     more = [*PROMPTS, PROMPTS[0]._replace(prompt_id=len(PROMPTS))]
-    # A run of an older program has no identity that could be compared.
     with pytest.raises(
-        SettingError, match=r"data\.appended_data = .refuse.: .* made with 5 prompts, and data\.train_data now has 6"
+        SettingError, match=r"data\.appended_data = .refuse.: .* made with 7 prompts, and data\.train_data now has 8"
     ):
-        resume.recover_run(old_run, state, more, 3, has_log=True)
-    recovered = resume.recover_run(old_run, state, more, 3, has_log=True, may_append=True)
+        resume.recover_run(killed_run, state, more, 0, has_log=True)
+    recovered = resume.recover_run(killed_run, state, more, 0, has_log=True, may_append=True)
     first, _ = told(resume.report_resumed, recovered, 1)
-    assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "data.train_data", "5", "6")
+    assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "data.train_data", "7", "8")
     assert first["detail"].startswith(
-        "1 prompts were added to the end of the 5 of data.train_data; they are leased from epoch 1"
+        "1 prompts were added to the end of the 7 of data.train_data; they are leased from epoch 1"
     )
-    with pytest.raises(SettingError, match=r"made with 5 prompts, and data\.train_data now has 4"):
-        resume.recover_run(old_run, state, PROMPTS[:4], 3, has_log=True, may_append=True)
+    with pytest.raises(SettingError, match=r"made with 7 prompts, and data\.train_data now has 4"):
+        resume.recover_run(killed_run, state, PROMPTS[:4], 0, has_log=True, may_append=True)
 
 
-def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
+def test_setting_that_an_operator_changed_before_the_restart_is_told(killed_run: Path) -> None:
     config = Config(model=ModelSection(path="model"), data=DataSection(train_data="data.jsonl"))
     event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)
-    (row,) = told(resume.report_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), old_run)
+    (row,) = told(resume.report_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), killed_run)
     assert (row["event"], row["setting"], row["value"]) == ("setting_kept", "staleness.max_staleness", "3")
-    assert f"offbeat set {old_run} staleness.max_staleness={config.staleness.max_staleness}" in row["detail"]
-    assert told(resume.report_kept_settings, LiveSettings(config, {}), old_run) == []
+    assert f"offbeat set {killed_run} staleness.max_staleness={config.staleness.max_staleness}" in row["detail"]
+    assert told(resume.report_kept_settings, LiveSettings(config, {}), killed_run) == []
