@@ -24,8 +24,6 @@ MOST_RUNS = len(ACTOR_COLORS)
 """Most runs of a page: as many as there are colors that the eye tells apart."""
 _LEGEND_LINE = 18
 """Height of a line of the legend, in pixels."""
-_PLACES = ("run.dir", "log.dir")
-"""Settings that differ between any two runs."""
 
 
 class ComparedRun(NamedTuple):
@@ -53,7 +51,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 def differing_settings(runs: Sequence[RunSettings]) -> dict[str, list[str]]:
     """Return the settings in which runs differ, with each run's value; `not set` where a run's version did not have one."""
     flat = [run.flat() for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings if name not in _PLACES)
+    # The folder differs between any two runs.
+    names = dict.fromkeys(name for settings in flat for name in settings if name != "run.dir")
     told = {name: [settings.get(name, "not set") for settings in flat] for name in names}
     return {name: values for name, values in told.items() if len(set(values)) > 1}
 

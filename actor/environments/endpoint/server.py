@@ -41,7 +41,7 @@ class Endpoint:
     """The server and the episodes it is open for."""
 
     def __init__(self, *, temperature: float, ignores: bool, parses_tools: bool) -> None:
-        """`parses_tools` says whether the run has a parser for tool calls; see `sampling_fields.check` for the others."""
+        """`parses_tools` says whether the run has a parser for tool calls; see `calls.check` for the others."""
         self._temperature = temperature
         self._ignores = ignores
         self._parses_tools = parses_tools
