@@ -3,7 +3,6 @@
 It counts the leases a second time and in another way than `learner.leases.ledger`, which it does not use.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.common.records.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
-from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
+from offbeat.common.records.rows import CanaryRow, EventRow, FinalRow, LedgerSums, Row
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import replace_settings
@@ -255,10 +254,10 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
     lost = Lost.of(lost_events)
     checks: list[Check] = []
     if (run / LOG).exists():
-        checks += audit_log(run / LOG, config, _final(run), lost)
+        checks += audit_log(run / LOG, config, final_row(run), lost)
     return [
         *checks,
-        check_canaries(_rows(run, CanaryRow), _tolerances(run, config)),
+        check_canaries(rows_of(run, CanaryRow), _tolerances(run, config)),
         check_checkpoints(run / CHECKPOINTS),
     ]
 
@@ -370,7 +369,7 @@ def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: L
 
 def _tolerances(run: Path, config: Config) -> list[float | None]:
     """Return every value of `weights.canary_tolerance` that was in force, in nats; None: the limits were measured."""
-    changes = [{row.setting: row.after} for row in _rows(run, EventRow) if row.after and row.setting == CANARY_TOLERANCE]
+    changes = [{row.setting: row.after} for row in rows_of(run, EventRow) if row.after and row.setting == CANARY_TOLERANCE]
     in_force = [config, *(replace_settings(config, change) for change in changes)]
     return [one.weights.canary_tolerance for one in in_force]
 
@@ -404,31 +403,6 @@ def check_checkpoints(root: Path) -> Check:
     return Check("checkpoints are whole", violations, ", ".join([folder.name for folder in folders] + aside) or "none")
 
 
-def check_outcome(run: Path, num_steps: int) -> Check:
-    """Check that the run made all its steps and saved a model."""
-    final = _final(run)
-    outcome, version = (final.outcome, final.policy_version) if final else ("none", 0)
-    violations = [] if (outcome, version) == ("finished", num_steps) else [f"{outcome} at step {version} of {num_steps}"]
-    if not list((run / MODEL).glob("*.safetensors")):
-        violations.append("there is no trained model")
-    return Check("the run finished", violations, f"{outcome} at step {version}")
-
-
-def check_learning(run: Path, least: float) -> Check:
-    """Check that the rewards of the last ten steps and of the last held-out evaluation are at least `least`."""
-    steps = {row.policy_version: row for row in _rows(run, StepRow)}
-    last = [steps[version].measured("reward/mean") for version in sorted(steps)[-10:]]
-    evaluations = _rows(run, EvalRow)
-    held_out = evaluations[-1].reward if evaluations else 0.0
-    rewards = {
-        "last 10 steps": float(np.mean(last)) if last else 0.0,
-        "held out": math.nan if held_out is None else held_out,
-    }
-    violations = [f"{name}: {reward:.3f}" for name, reward in rewards.items() if not reward >= least]
-    seen = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items())
-    return Check(f"the reward is at least {least:g}", violations, seen)
-
-
 def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:
     logprobs = np.frombuffer(arrays[1], dtype="<f4")
     num_tokens = sum(completion.num_tokens for completion in event.completions)
@@ -454,10 +428,10 @@ def _epoch_sizes(log: LogAudit) -> list[int]:
     return [known[min(one for one in known if one >= epoch)] for epoch in range(max(known, default=-1) + 1)]
 
 
-def _final(run: Path) -> FinalRow | None:
+def final_row(run: Path) -> FinalRow | None:
     """Return the row that ends the run; None when it was resumed after that, or has not ended."""
     final = None
-    for row in _rows(run, EventRow, FinalRow):
+    for row in rows_of(run, EventRow, FinalRow):
         if isinstance(row, FinalRow):
             final = row
         elif row.event == "run_started":
@@ -465,6 +439,7 @@ def _final(run: Path) -> FinalRow | None:
     return final
 
 
-def _rows(run: Path, *kinds: type[Kind]) -> list[Kind]:
+def rows_of(run: Path, *kinds: type[Kind]) -> list[Kind]:
+    """Return the rows of these kinds in a run's metrics; none where it has no metrics."""
     file = run / ROWS_FILE
     return [row for row in read_rows(file) if isinstance(row, kinds)] if file.exists() else []

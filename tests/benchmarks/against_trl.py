@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from offbeat.common.records.rows import StepRow
-from offbeat.deploy.local.quickstart.prepared import quickstart_folder
+from offbeat.deploy.local.quickstart.prepared import RECIPES, prepared_folder
 from tests.benchmarks.measuring import NUM_ROUNDS, Cost, children_cpu_s, print_table, run_offbeat, spread
 
 TRL = "1.16.0"
@@ -93,7 +93,7 @@ def run_trl(python: Path, seed: int, num_threads: int) -> Trial:
     }
     started, cpu_before = time.monotonic(), children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as out:
-        command = [str(python), "-c", TRIAL, str(quickstart_folder()), out, json.dumps(settings)]
+        command = [str(python), "-c", TRIAL, str(prepared_folder(RECIPES[0])), out, json.dumps(settings)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
     results = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]

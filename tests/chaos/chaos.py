@@ -34,7 +34,7 @@ from offbeat.common.user_code.environment_function import load_environment
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.launcher import free_port
 from offbeat.deploy.local.quickstart.prepared import expand
-from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
+from offbeat.lab.audit import Check, add_claim, audit
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
@@ -42,6 +42,7 @@ from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTI
 from tests.chaos.faults import MORE_DATA, Clock, open_disk
 from tests.chaos.judge import REWARD, URL_VARIABLE, Judge
 from tests.chaos.network import Network, open_network
+from tests.chaos.outcome import check_learning, check_outcome
 from tests.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from tests.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
 from tests.chaos.tools import Tools

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.records.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
+from offbeat.common.records.rows import CanaryRow, EventRow, FinalRow, LedgerSums, Row
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, DataSection, RunSection
 from offbeat.common.settings.loading import load, resolved_toml
@@ -21,8 +21,6 @@ from offbeat.lab.audit import (
     check_canaries,
     check_checkpoints,
     check_conservation,
-    check_learning,
-    check_outcome,
     check_prompts,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
@@ -306,28 +304,6 @@ def rows(folder: Path, *written: Row) -> Path:
 
 def final_row(policy_version: int, ledger: LedgerSums) -> FinalRow:
     return FinalRow(policy_version=policy_version, wall_s=1.0, ledger=ledger, outcome="finished", detail="")
-
-
-def test_run_that_did_not_finish_is_seen(tmp_path: Path) -> None:
-    final = final_row(10, LedgerSums(0, 0, {}, 0, 0))
-    (tmp_path / "model").mkdir()
-    assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10", "there is no trained model"]
-    (tmp_path / "model" / "model.safetensors").touch()
-    assert check_outcome(rows(tmp_path, final), 10).violations == []
-    assert check_outcome(tmp_path, 11).violations == ["finished at step 10 of 11"]
-    # A learner that was started again has not said how it ended.
-    rows(tmp_path, EventRow(event="run_started", detail=""))
-    assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10"]
-
-
-def test_run_that_did_not_learn_is_seen(tmp_path: Path) -> None:
-    steps = [StepRow(policy_version=version, metrics={"reward/mean": 0.5 + version / 20}) for version in range(11)]
-    evaluation = EvalRow(policy_version=10, reward=0.95, length=1.0, num_completions=1, num_failed=0)
-    assert check_learning(rows(tmp_path, *steps, evaluation), 0.7).violations == []
-    assert check_learning(tmp_path, 0.9).violations == ["last 10 steps: 0.775"]
-    # A step that was done again after a restart counts as last done.
-    rows(tmp_path, StepRow(policy_version=10, metrics={"reward/mean": 0.0}), msgspec.structs.replace(evaluation, reward=0.2))
-    assert check_learning(tmp_path, 0.7).violations == ["last 10 steps: 0.675", "held out: 0.200"]
 
 
 def test_run_is_audited_from_its_folder(tmp_path: Path) -> None:

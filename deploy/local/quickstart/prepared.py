@@ -149,11 +149,6 @@ def prepared_folder(recipe: AnyRecipe) -> Path:
     return Path(cache) / "offbeat" / f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def quickstart_folder() -> Path:
-    """Return the folder of the quick start, whether it exists or not."""
-    return prepared_folder(RECIPES[0])
-
-
 def ensure(folder: Path, recipe: AnyRecipe) -> bool:
     """Make `folder` unless it exists; return True when this call made it.
 

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, expand, prepared_folder, quickstart_folder
+from offbeat.deploy.local.quickstart.prepared import RECIPES, Recipe, ensure, expand, prepared_folder
 from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Reversal, answers
 
 SMALL = Recipe(Reversal(), warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
@@ -80,16 +80,16 @@ def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_folder_lies_in_the_cache_and_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert quickstart_folder().parent == tmp_path / "offbeat"
-    assert quickstart_folder() != prepared_folder(SMALL)
+    assert prepared_folder(RECIPES[0]).parent == tmp_path / "offbeat"
+    assert prepared_folder(RECIPES[0]) != prepared_folder(SMALL)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert quickstart_folder().parent == tmp_path / "home" / ".cache" / "offbeat"
+    assert prepared_folder(RECIPES[0]).parent == tmp_path / "home" / ".cache" / "offbeat"
 
 
 def test_placeholder_is_replaced_by_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = quickstart_folder()
+    folder = prepared_folder(RECIPES[0])
     folder.mkdir(parents=True)
     config = expand(load(None, ["model.path={quickstart}/model", "data.train_data={quickstart}/train.jsonl"]))
     assert config.model.path == f"{folder}/model"
