@@ -25,7 +25,7 @@ from offbeat.protocols.addresses import address_file, is_loopback
 from offbeat.protocols.channels import Link
 from offbeat.protocols.keys import KeyFileError, read_key_pair
 from offbeat.protocols.message_parts import PART_BYTES, JoinSettings, JoinSettingsError, decode_join_settings
-from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
+from offbeat.protocols.messages import LearnerMessage, Refused, RunPart, RunRequest, Stop
 from offbeat.protocols.text import as_name
 from offbeat.protocols.wire import Frame, UnknownMessageError, VersionError
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 5.0
 """Seconds without an answer after which a request is repeated: it may have been lost with its connection."""
 LOOK_S = 0.1
-MAX_GREETINGS = 2
-"""Invitations to say hello, without a part, after which the learner is one that knows no `RunRequest`."""
 
 
 class RunToJoin(NamedTuple):
@@ -132,7 +130,6 @@ class JoinReceiver:
         self._parts: list[bytes] = []
         self._num_parts: int | None = None
         self._digest = ""
-        self._num_greetings = 0
         self._moved_at = clock()
         self._asked_at = float("-inf")
         self._is_asked = False
@@ -170,9 +167,6 @@ class JoinReceiver:
         if not self._link.send(RunRequest(index=len(self._parts))):
             return
         self._asked_at, self._is_asked = now, True
-        if not self._parts:
-            # A learner that does not know the request is silent; to this every one answers `SayHello`, in order.
-            self._link.send(Credit(capacity=0))
 
     def _read(self) -> None:
         try:
@@ -189,14 +183,6 @@ class JoinReceiver:
         match message:
             case RunPart():
                 self._take(message, arrays[0])
-            case SayHello() if not self._parts:
-                self._num_greetings += 1
-                self._is_asked = False
-                if self._num_greetings >= MAX_GREETINGS:
-                    raise RefusedError(
-                        f"the learner at {self._address} does not know --join: install the same release of offbeat there, or "
-                        "give the actor the settings and the model's folder (offbeat actor run.toml)"
-                    )
             case Refused():
                 raise RefusedError(f"the learner at {self._address} does not accept --join: {message.reason}")
             case Stop():

@@ -55,9 +55,9 @@ class Vitals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float | None = None
     """Mean seconds of the last steps, waiting included."""
     reward_by_task: dict[Name, float] = {}
-    """Mean reward of each task of the step, where `data.task_field` is set. Since minor version 6."""
+    """Mean reward of each task of the step, where `data.task_field` is set."""
     share_by_task: dict[Name, float] = {}
-    """Share of each task's prompts that is leased, where `data.curriculum` is set. Since minor version 9."""
+    """Share of each task's prompts that is leased, where `data.curriculum` is set."""
     health: tuple[FreeText, ...] = ()
     """A sentence for each health rule that holds, with a hint."""
 
@@ -131,13 +131,12 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest prompt plus completion, in tokens."""
     hashes: ModelHashes
     gpu: Label | None = None
-    """UUID of the engine's first GPU; None without one. Since minor version 4."""
+    """UUID of the engine's first GPU; None without one."""
     quantization: Label = ""
-    """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
-    version 5."""
+    """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none."""
     takes_images: bool = False
-    """True for an engine that samples from prompts with images. Since minor version 7."""
+    """True for an engine that samples from prompts with images."""
     has_weight_files: bool = True
-    """False for an engine whose model folder has no weights: it first samples under the learner's. Since minor version 8."""
+    """False for an engine whose model folder has no weights: it first samples under the learner's."""
     processor: Label = ""
-    """Model of the processor that computes, with the instruction sets that choose its kernels. Since minor version 10."""
+    """Model of the processor that computes, with the instruction sets that choose its kernels."""

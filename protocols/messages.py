@@ -28,9 +28,9 @@ from offbeat.protocols.fields import (
 from offbeat.protocols.message_parts import MAX_PARTS, EngineInfo, MemberStatus, SettingChange, Vitals
 from offbeat.protocols.payload import MAX_IMAGES, CompletionMeta, ExpertsMeta, ImageReference
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 1
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 11
+PROTOCOL_MINOR = 0
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -77,9 +77,9 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
     """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
     judge: JudgeCounts = {}
-    """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`. Since minor version 6."""
+    """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`."""
     environment: EnvironmentCounts = {}
-    """Episodes `begun` and `ended`, `turns`, `seconds` that functions had the word, and more. Since minor version 6."""
+    """Episodes `begun` and `ended`, `turns`, `seconds` that functions had the word, and more."""
 
 
 class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,8 +115,7 @@ class Hello(Message, frozen=True):
     lease_ids: LeaseIds = ()
     """Leases that the actor holds: at work, or answered and not acknowledged. All others granted to it are lost."""
     sources: Sources = {}
-    """Hashes of the files that the actor's reward or environment is made of; empty for a built-in one. Since minor
-    version 8."""
+    """Hashes of the files that the actor's reward or environment is made of; empty for a built-in one."""
 
 
 class Credit(Message, frozen=True):
@@ -137,9 +136,9 @@ class GroupDone(Message, frozen=True):
     generate_s: Seconds
     """Seconds from the submission of the group to the end of its last completion, without rewards."""
     reward_s: Seconds = 0.0
-    """Seconds from then on until all rewards were known; 0 with an environment. Since minor version 8."""
+    """Seconds from then on until all rewards were known; 0 with an environment."""
     experts: ExpertsMeta | None = None
-    """The experts of a mixture, where the run replays them; not with turns. Since minor version 11."""
+    """The experts of a mixture, where the run replays them; not with turns."""
 
 
 class LeaseFailed(Message, frozen=True):
@@ -167,7 +166,7 @@ class ActorHeartbeat(Message, frozen=True):
     seen_lease_id: NaturalOrNone
     """`newest_lease_id` of the last `LearnerHeartbeat`. A lease up to it that is not in `lease_ids` was lost on the way."""
     reward_trouble: RewardTrouble | None = None
-    """None while rewards can be had. Since minor version 3."""
+    """None while rewards can be had."""
 
 
 class WeightsStaged(Message, frozen=True):
@@ -178,7 +177,7 @@ class WeightsStaged(Message, frozen=True):
     """The collective's membership epoch; -1 for a pull."""
     error: FreeText = ""
     delta_error: FreeText = ""
-    """Reason why the pull of differences failed and all weights were pulled. Since minor version 4."""
+    """Reason why the pull of differences failed and all weights were pulled."""
 
 
 class WeightsCommitted(Message, frozen=True):
@@ -199,15 +198,14 @@ class FilesScored(Message, frozen=True):
     """The engine's log-probs of the canary under the model's files, sent at the welcome by an actor that scored them.
 
     The learner has loaded the same files, so the difference is the noise of this engine. Frame 0: float32
-    `[len(canary) - 1]`. Since minor version 4; an older learner ignores it.
+    `[len(canary) - 1]`.
     """
 
 
 class CanaryRouted(Message, frozen=True):
     """The experts that the engine sent the canary's tokens to under `policy_version`; only for mixtures of experts.
 
-    Frame 0: int32 `[num_tokens, num_layers, top_k]`, in no particular order among the `top_k`. Since minor version 1. An
-    older learner ignores this message; it would refuse a second array in `CanaryScored`.
+    Frame 0: int32 `[num_tokens, num_layers, top_k]`, in no particular order among the `top_k`.
     """
 
     policy_version: Natural
@@ -231,16 +229,13 @@ class ChunkRequest(Message, frozen=True):
     policy_version: Natural
     index: Natural
     base: Checksum | None = None
-    """One of `WeightPull.bases`: asks for the chunk's difference from that version to the next. None: asks for the chunk.
-    Since minor version 4."""
+    """One of `WeightPull.bases`: asks for the chunk's difference from that version to the next. None: asks for the chunk."""
 
 
 class RunRequest(Message, frozen=True):
     """Asks for a part of the join settings (`protocols.message_parts`), for an actor without settings and model.
 
     No hello precedes it.
-
-    Since minor version 8, like `RunPart`. An older learner does not answer.
     """
 
     index: Natural
@@ -251,11 +246,8 @@ class StatusRequest(Message, frozen=True):
     """An operator asks how the run is; no hello precedes it."""
 
 
-class LiveSettingsRequest(Message, frozen=True, tag="TuneRequest"):
-    """An operator asks to change settings of the running job, all of them or none; no hello precedes it.
-
-    Since minor version 2, like `LiveSettingsReport` and `CreditLimit`. An older learner does not answer.
-    """
+class LiveSettingsRequest(Message, frozen=True):
+    """An operator asks to change settings of the running job, all of them or none; no hello precedes it."""
 
     settings: Annotated[dict[Name, Label], Meta(min_length=1, max_length=64)]
     """`section.key` to its new value, as TOML."""
@@ -303,7 +295,7 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-class SayHello(Message, frozen=True, tag="Unknown"):
+class SayHello(Message, frozen=True):
     """The learner does not know the sender, because it restarted or took the actor for dead: send `Hello` again."""
 
 
@@ -324,9 +316,9 @@ class Lease(Message, frozen=True):
     row: str
     """The data row as JSON, for the reward."""
     is_evaluation: bool = False
-    """True for a held-out prompt. Since minor version 3."""
+    """True for a held-out prompt."""
     images: Annotated[tuple[ImageReference, ...], Meta(max_length=MAX_IMAGES)] = ()
-    """The prompt's images, in the order of their tokens. Since minor version 7."""
+    """The prompt's images, in the order of their tokens."""
 
 
 class Ack(Message, frozen=True):
@@ -343,11 +335,8 @@ class Cancel(Message, frozen=True):
     lease_ids: tuple[Natural, ...]
 
 
-class CreditLimit(Message, frozen=True, tag="Concurrency"):
-    """An operator changed the number of groups that actors work on at once: send `Credit` with this capacity.
-
-    Since minor version 2. An older actor keeps to its config.
-    """
+class CreditLimit(Message, frozen=True):
+    """An operator changed the number of groups that actors work on at once: send `Credit` with this capacity."""
 
     capacity: Annotated[int, Meta(ge=1, le=1 << 18)]
 
@@ -369,7 +358,7 @@ class WeightUpdate(Message, frozen=True):
     """`common.weights.flat.checksum` of the whole buffer; the actor commits nothing else."""
     timeout_s: Seconds
     avoided: Annotated[tuple[NcclTransport, ...], Meta(max_length=2)] = ()
-    """Transports between GPUs of one machine that NCCL must do without, the same for all members. Since minor version 4."""
+    """Transports between GPUs of one machine that NCCL must do without, the same for all members."""
 
 
 class WeightPull(Message, frozen=True):
@@ -398,7 +387,7 @@ class Chunk(Message, frozen=True):
     checksum: Checksum
     """`common.weights.flat.checksum` of the bytes."""
     base: Checksum | None = None
-    """The request's `base`. Since minor version 4."""
+    """The request's `base`."""
 
 
 class ChunkGone(Message, frozen=True):
@@ -407,7 +396,7 @@ class ChunkGone(Message, frozen=True):
     policy_version: Natural
     index: Natural
     base: Checksum | None = None
-    """The request's `base`. Since minor version 4."""
+    """The request's `base`."""
 
 
 class RunPart(Message, frozen=True):
@@ -462,16 +451,14 @@ class StatusReport(Message, frozen=True):
     """Sentences for the operator, such as a full log or excluded actors."""
     rejected: dict[str, int]
     """Messages refused, by `actor: reason`."""
-    changed_settings: tuple[SettingChange, ...] = msgspec.field(default=(), name="tuned")
+    actors_wanted: Natural
+    """Actors that the run should have: `scale.actors`, 0 once the run is over."""
+    changed_settings: tuple[SettingChange, ...] = ()
     """Settings that differ from the config file; `before` is the file's value."""
     vitals: Vitals = Vitals()
-    """Since minor version 3."""
-    actors_wanted: Natural | None = None
-    """Actors that the run should have: `scale.actors`, 0 once the run is over, None at an older learner. Since minor version
-    8."""
 
 
-class LiveSettingsReport(Message, frozen=True, tag="TuneReport"):
+class LiveSettingsReport(Message, frozen=True):
     """The answer to `LiveSettingsRequest`."""
 
     policy_version: Natural

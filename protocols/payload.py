@@ -107,9 +107,9 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     num_sampled: Positive
     back: Natural = 1
     """Number of turns that this turn goes back to the one whose end it continues. In turn `i`, 1 is the turn before it, `i + 1`
-    the lease's prompt (for the first turn the same), and 0 nothing: it begins with its context. Since minor version 6."""
+    the lease's prompt (for the first turn the same), and 0 nothing: it begins with its context."""
     reward: float = 0.0
-    """Part of the completion's reward that was given when this turn was the last one asked for. Since minor version 8."""
+    """Part of the completion's reward that was given when this turn was the last one asked for."""
 
 
 def path_lengths(turns: Sequence[Turn]) -> list[int]:
@@ -150,9 +150,9 @@ class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     reward: float
     segments: Annotated[tuple[Segment, ...], Meta(min_length=1)]
     reward_parts: RewardParts = {}
-    """Named parts of the reward, before their weights; empty when the reward is a number. Since minor version 3."""
+    """Named parts of the reward, before their weights; empty when the reward is a number."""
     turns: Annotated[tuple[Turn, ...], Meta(max_length=MAX_TURNS)] = ()
     """The turns of a completion with context between its sampled tokens, or with several sequences; empty where it has neither.
-    Sampled tokens, log-probs, segments and context are in the order of the turns. Since minor version 4."""
+    Sampled tokens, log-probs, segments and context are in the order of the turns."""
     environment_s: Seconds = 0.0
-    """Seconds in which the episode's function had the word. Since minor version 6."""
+    """Seconds in which the episode's function had the word."""

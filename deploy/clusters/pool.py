@@ -155,8 +155,6 @@ def reconcile(
 
 def follow(pool: Pool, report: StatusReport, starts: StartBackoff) -> None:
     """Start or release actors once, as the learner's report wants; raise `PoolError` when the pool does not do it."""
-    if report.actors_wanted is None:
-        raise PoolError("the learner does not report how many actors it wants: install the same release of offbeat there")
     working = {member.name for member in report.members if member.state == "working"}
     instances = pool.running()
     starts.look(instances, {member.name for member in report.members})

@@ -292,8 +292,6 @@ class Launcher:
         """Start more actors, or ask the newest to leave, as the learner's report wants."""
         self._forget_left()
         wanted = report.actors_wanted
-        if wanted is None:
-            return
         if wanted != self._given_up[0]:
             self._given_up = (wanted, 0)
             if self._devices.num_places is not None and wanted > self._devices.num_places:

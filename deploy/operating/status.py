@@ -110,8 +110,7 @@ def render_status(report: StatusReport) -> RenderableType:
     head.append(f"buffer: {report.num_ready} groups ready, {report.num_generating} leases in flight")
     head.append(f"   epoch {report.epoch} ({report.epoch_position:.0%})   log {report.log_bytes / 2**20:.1f} MB\n")
     head.append("ledger: " + "   ".join(f"{name} {number}" for name, number in report.ledger.items()))
-    if report.actors_wanted is not None:
-        head.append(f"\nactors: {len(report.members)} connected, {report.actors_wanted} wanted")
+    head.append(f"\nactors: {len(report.members)} connected, {report.actors_wanted} wanted")
     problems = [Text(f"! {problem}", style="yellow") for problem in (*report.vitals.health, *report.problems)]
     tuned = [Text(_tuned(change), style="cyan") for change in report.changed_settings]
     members = _members(report) if report.members else Text("no actor is connected", style="yellow")

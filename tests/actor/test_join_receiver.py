@@ -12,7 +12,7 @@ from offbeat.actor.contact import RefusedError
 from offbeat.actor.joining import JoinReceiver, RunOverError, write_files
 from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
-from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
+from offbeat.protocols.messages import LearnerMessage, Refused, RunPart, RunRequest, Stop
 from offbeat.protocols.wire import Array, FromActor
 from tests.actor.served_hub import served
 
@@ -30,14 +30,14 @@ def part(index: int, content: bytes = CONTENT, digest: str = "") -> Answer:
 
 
 @contextmanager
-def learner_that(answer: Callable[[RunRequest | Credit], list[Answer]]) -> Iterator[str]:
+def learner_that(answer: Callable[[RunRequest], list[Answer]]) -> Iterator[str]:
     """Run a hub that answers what an actor asks before its hello; yield its address."""
     hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)
 
     def handle(received: Received) -> None:
         assert isinstance(received.packet, FromActor)
         message = received.packet.message
-        assert isinstance(message, RunRequest | Credit)
+        assert isinstance(message, RunRequest)
         for one in answer(message):
             hub.send(received.peer, *one)
 
@@ -50,17 +50,16 @@ def receive(address: str, patience_s: float = 20.0) -> JoinSettings:
         return JoinReceiver(link, address, patience_s=patience_s).receive()
 
 
-def current(message: RunRequest | Credit) -> list[Answer]:
-    """Answer as a learner of this release does."""
-    return [part(message.index)] if isinstance(message, RunRequest) else [(SayHello(),)]
+def current(message: RunRequest) -> list[Answer]:
+    """Answer as a learner does."""
+    return [part(message.index)]
 
 
 def test_kit_arrives_in_parts_and_its_files_are_written(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def answer(message: RunRequest | Credit) -> list[Answer]:
-        if isinstance(message, RunRequest):
-            asked.append(message.index)
+    def answer(message: RunRequest) -> list[Answer]:
+        asked.append(message.index)
         return current(message)
 
     with learner_that(answer) as address:
@@ -80,36 +79,28 @@ def test_learner_that_restarts_with_other_settings_is_asked_from_the_beginning()
     other = encode_join_settings(JoinSettings("0.1.0", "[run]\nseed = 1\n", FILES))
     is_restarted = False
 
-    def answer(message: RunRequest | Credit) -> list[Answer]:
+    def answer(message: RunRequest) -> list[Answer]:
         nonlocal is_restarted
-        is_restarted = is_restarted or (isinstance(message, RunRequest) and message.index == 2)
-        return [part(message.index, other if is_restarted else CONTENT)] if isinstance(message, RunRequest) else []
+        is_restarted = is_restarted or message.index == 2
+        return [part(message.index, other if is_restarted else CONTENT)]
 
     with learner_that(answer) as address:
         assert receive(address).settings == "[run]\nseed = 1\n"
 
 
-def older(message: RunRequest | Credit) -> list[Answer]:
-    """Answer as a learner that does not know the request."""
-    return [] if isinstance(message, RunRequest) else [(SayHello(),)]
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        pytest.param(older, "does not know --join: install the same release", id="older learner"),
         pytest.param(lambda _: [(Refused(reason="too large. Give the folder"),)], "accept --join: too large", id="refusal"),
         pytest.param(
-            lambda message: [part(message.index, digest="0")] if isinstance(message, RunRequest) else [],
+            lambda message: [part(message.index, digest="0")],
             "did not arrive as it was sent",
             id="damage",
         ),
         pytest.param(lambda _: [part(0, b"no settings")], "what it sent is no run: malformed", id="rubbish"),
     ],
 )
-def test_learner_without_a_run_ends_the_actor_with_the_reason(
-    answer: Callable[[RunRequest | Credit], list[Answer]], words: str
-) -> None:
+def test_learner_without_a_run_ends_the_actor_with_the_reason(answer: Callable[[RunRequest], list[Answer]], words: str) -> None:
     with learner_that(answer) as address, pytest.raises(RefusedError) as raised:
         receive(address)
     assert words in str(raised.value)

@@ -21,7 +21,7 @@ from offbeat.protocols.wire import (
 )
 
 LENGTH = struct.Struct("<I")
-FIRST_FRAMES = (MAGIC, MAGIC[:-1] + bytes([MAGIC[-1] + 1]), b"offbeat\x01")
+FIRST_FRAMES = (MAGIC, MAGIC[:-1] + bytes([MAGIC[-1] + 1]), b"offbeat\x02")
 """First frames of this version, a newer minor version and another major version.
 
 A selector beyond the three takes the first frame from the input.

@@ -145,7 +145,7 @@ def test_messages_of_newer_minors_are_never_held_against_their_sender(hub: Hub, 
     assert isinstance(receive(hub).packet, FromActor)
 
 
-@pytest.mark.parametrize("first", [b"offbeat\x01", b"offbeat\x03\x00", b"offbeat\x03\x07more"])
+@pytest.mark.parametrize("first", [b"offbeat\x02", b"offbeat\x03\x00", b"offbeat\x03\x07more"])
 def test_peer_of_another_major_version_is_refused_in_its_own(hub: Hub, raw: RawPeer, first: bytes) -> None:
     raw.send(first, b"whatever its body is")
     received = receive(hub)

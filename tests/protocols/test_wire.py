@@ -14,12 +14,9 @@ from offbeat.protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Credit,
-    CreditLimit,
     GroupDone,
     LearnerMessage,
     Lease,
-    LiveSettingsReport,
-    LiveSettingsRequest,
     SayHello,
     Welcome,
 )
@@ -247,16 +244,6 @@ def test_turn_that_continues_what_is_not_there_is_a_wire_error(group: Any, data:
         decode_from_actor(as_sent(frames))
 
 
-def test_turn_of_an_older_actor_continues_the_turn_before() -> None:
-    body = msgspec.to_builtins(
-        GroupDone(lease_id=1, completions=(CompletionMeta(2, "stop", 1.0, (Segment(0, 0),)),), generate_s=0.0)
-    )
-    body["completions"][0]["turns"] = [[0, 1], [1, 1, 1]]
-    message = decode_from_actor([MAGIC, msgspec.msgpack.encode(body), bytes(8), bytes(8), bytes(4)]).message
-    assert isinstance(message, GroupDone)
-    assert message.completions[0].turns == (Turn(0, 1, 1), Turn(1, 1, 1))
-
-
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"])
 def test_text_that_is_not_utf8_is_a_wire_error(text: bytes) -> None:
     body = b"\x82\xa4type\xa7Goodbye\xa6reason" + bytes([0xA0 | len(text)]) + text
@@ -298,19 +285,6 @@ def test_bytes_of_a_chunk_are_sent_as_they_are() -> None:
     chunk = next(message for message, _ in FROM_LEARNER if type(message).__name__ == "Chunk")
     _, arrays = decode_from_learner(as_sent(encode(chunk, BYTES)))
     assert arrays == (BYTES.tobytes(),)
-
-
-@pytest.mark.parametrize(
-    ("message", "tag"),
-    [
-        (SayHello(), "Unknown"),
-        (CreditLimit(capacity=3), "Concurrency"),
-        (LiveSettingsRequest(settings={"a.b": "1"}, who="me"), "TuneRequest"),
-        (LiveSettingsReport(policy_version=3), "TuneReport"),
-    ],
-)
-def test_renamed_class_keeps_its_tag_on_the_wire(message: ActorMessage | LearnerMessage, tag: str) -> None:
-    assert msgspec.msgpack.decode(encode(message)[1])["type"] == tag
 
 
 def test_group_takes_little_more_than_the_bytes_of_its_numbers() -> None:

@@ -120,7 +120,7 @@ def test_segments_of_many_versions_pass_in_any_order(versions: tuple[int, ...]) 
 
 @pytest.mark.parametrize("num_frames", [0, 1, MAX_FRAMES + 1, 100_000])
 def test_too_few_and_too_many_frames_are_refused(num_frames: int) -> None:
-    for first in (MAGIC, NEWER, b"offbeat\x01"):
+    for first in (MAGIC, NEWER, b"offbeat\x02"):
         with pytest.raises(WireError, match=f"2 to {MAX_FRAMES} frames, got {num_frames}"):
             decode_from_actor([first] * num_frames)
 

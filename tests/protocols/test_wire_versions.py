@@ -1,19 +1,13 @@
 """Peers of another minor version understand each other; another major version is refused with the cure."""
 
-from typing import Union, get_args
-
 import msgspec
-import numpy as np
 import pytest
 
-from offbeat.protocols import messages, wire
+from offbeat.protocols import messages
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,
-    CanaryRouted,
-    CanaryScored,
-    CreditLimit,
     GroupDone,
     LearnerMessage,
 )
@@ -29,11 +23,11 @@ from offbeat.protocols.wire import (
     encode,
     refusal_for,
 )
-from tests.protocols.sample_messages import FLOATS, FROM_ACTOR, FROM_LEARNER, NEWER, STATUS, as_sent, name_of, routed
+from tests.protocols.sample_messages import FROM_ACTOR, FROM_LEARNER, NEWER, as_sent, name_of
 
 
 @pytest.mark.parametrize(
-    ("first", "theirs"), [(b"offbeat\x01", "1"), (b"offbeat\x03\x00", "3.0"), (b"offbeat\xff\x07", "255.7")]
+    ("first", "theirs"), [(b"offbeat\x02", "2"), (b"offbeat\x03\x00", "3.0"), (b"offbeat\xff\x07", "255.7")]
 )
 @pytest.mark.parametrize("decode", [decode_from_actor, decode_from_learner])
 def test_other_major_version_is_named_with_ours_and_the_cure(decode, first: bytes, theirs: str) -> None:
@@ -44,9 +38,9 @@ def test_other_major_version_is_named_with_ours_and_the_cure(decode, first: byte
 
 def test_refusal_of_another_major_is_in_its_own_version() -> None:
     with pytest.raises(VersionError) as raised:
-        decode_from_actor([b"offbeat\x01", b"whatever"])
+        decode_from_actor([b"offbeat\x02", b"whatever"])
     first, body = refusal_for(raised.value)
-    assert first == b"offbeat\x01"
+    assert first == b"offbeat\x02"
     # Every version must keep understanding this body.
     assert msgspec.msgpack.decode(body) == {"type": "Refused", "reason": str(raised.value)}
 
@@ -138,35 +132,3 @@ def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypat
         decode_from_actor([MAGIC, msgspec.msgpack.encode({"type": "LeaseFailed", "lease_id": 3})])
     with pytest.raises(WireError, match="unknown field"):
         decode_from_actor([MAGIC, msgspec.msgpack.encode(body | {"more": 1})])
-
-
-def test_learner_before_routed_experts_leaves_them_out_and_takes_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minor version 0 has no `CanaryRouted`, and would have refused a second array in `CanaryScored`."""
-    monkeypatch.setattr(messages, "PROTOCOL_MINOR", 0)
-    before = Union[tuple(kind for kind in get_args(ActorMessage) if kind is not CanaryRouted)]  # noqa: UP007
-    monkeypatch.setattr(wire, "_from_actor", wire._body_decoder(before))
-    with pytest.raises(UnknownMessageError, match="CanaryRouted is a message of a newer offbeat"):
-        decode_from_actor(as_sent(encode(routed(1, 1, 1), np.zeros(1, np.int32))))
-    scored = CanaryScored(policy_version=1)
-    assert decode_from_actor(as_sent(encode(scored, FLOATS))).message == scored
-
-
-def test_actor_before_routed_experts_is_understood() -> None:
-    scored = CanaryScored(policy_version=1)
-    _, *rest = as_sent(encode(scored, FLOATS))
-    assert decode_from_actor([MAGIC[:-1] + b"\0", *rest]).message == scored
-
-
-def test_actor_before_live_tuning_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PROTOCOL_MINOR", 1)
-    before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not CreditLimit)]  # noqa: UP007
-    monkeypatch.setattr(wire, "_from_learner", wire._body_decoder(before))
-    with pytest.raises(UnknownMessageError, match="Concurrency is a message of a newer offbeat"):
-        decode_from_learner(as_sent(encode(CreditLimit(capacity=3))))
-
-
-def test_report_of_a_learner_before_live_tuning_is_understood() -> None:
-    body = msgspec.to_builtins(STATUS)
-    del body["tuned"]
-    report = decode_from_learner([MAGIC[:-1] + b"\1", msgspec.msgpack.encode(body)]).message
-    assert report == msgspec.structs.replace(STATUS, changed_settings=())

@@ -48,7 +48,7 @@ FROM_STATUS: tuple[OfStatus, ...] = (
     OfStatus(Exported("offbeat_actors", "Actors by state.", "state"), _states),
     OfStatus(
         Exported("offbeat_actors_wanted", "Actors that the run should have (scale.actors); 0 once it is over."),
-        lambda report: one(report.actors_wanted or 0),
+        lambda report: one(report.actors_wanted),
     ),
     OfStatus(
         Exported("offbeat_actor_tokens_per_second", "Completion tokens that an actor generates in a second.", "actor"),

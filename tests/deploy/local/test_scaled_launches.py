@@ -77,7 +77,7 @@ class Bench:
         self.launcher = Launcher(config, StopRequest(), self.starts)
         self.launcher._add_actor(0)
 
-    def follow(self, wanted: int | None, *members: str) -> set[str]:
+    def follow(self, wanted: int, *members: str) -> set[str]:
         """Show the launcher a report; return the actors that are there and were not asked to leave."""
         there = tuple(MemberStatus(name, "working", 6, 3, 4, 0.0, 0.2, "vllm 1") for name in members)
         self.launcher._follow(msgspec.structs.replace(REPORT, actors_wanted=wanted, members=there))
@@ -109,10 +109,6 @@ def test_actor_that_left_by_itself_is_replaced_while_the_run_goes_on(bench: Benc
     bench.starts.of["actor-0"].ended_with = 0
     assert bench.follow(0) == set()
     assert bench.follow(1) == {"actor-0"}
-
-
-def test_learner_that_tells_no_number_changes_nothing(bench: Bench) -> None:
-    assert bench.follow(None) == {"actor-0"}
 
 
 def test_later_actor_that_cannot_be_kept_is_given_up_until_the_number_changes(

@@ -31,6 +31,7 @@ REPORT = StatusReport(
     log_bytes=3 << 20,
     problems=("the disk is full",),
     rejected={"bad: a lease that is not its own": 3},
+    actors_wanted=2,
 )
 
 

@@ -139,7 +139,7 @@ def test_other_code_of_the_reward_is_refused_with_file_hashes_and_cure(
     assert "rules.py" not in reason
     assert "rewards.py is not" not in reason
     assert source_objection(contract, with_sources(rewards="s0", more="m"), others) is None
-    assert source_objection(contract, make_hello(), others) is None, "an older actor says nothing of its files"
+    assert source_objection(contract, make_hello(), others) is None, "a built-in reward has no files of its own"
     package = source_objection(contract, make_hello(sources={"rewards/__init__.py": "s0"}), others)
     assert package is not None
     assert "rewards/__init__.py is not rewards.py" in package

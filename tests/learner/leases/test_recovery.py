@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -337,13 +336,6 @@ def test_settings_that_were_changed_are_known_from_log_and_checkpoint(tale: Tale
     assert tale.recover(state).tuned == {"staleness.max_staleness": newest, "train.learning_rate": rate}
     later = tale.tune("staleness.max_staleness", "2")
     assert tale.recover(state).tuned == {"staleness.max_staleness": later, "train.learning_rate": rate}
-
-
-def test_checkpoint_of_a_learner_before_live_tuning_is_read(tale: Tale) -> None:
-    tale.start()
-    body = msgspec.to_builtins(tale.checkpoint())
-    del body["tuned"]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=DispatcherState).tuned == {}
 
 
 def test_changed_prompt_of_a_logged_lease_or_group_is_refused(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_version_of_a_lost_batch_is_known_from_the_grants_behind_it() -> None:
 
 TASKS: tuple[str, ...] = ("easy", "middle", "hard")
 GAP = Gap(Position(1, 100), Position(1, 200))
+HASHES = [prompt.content_hash for prompt in make_prompts(NUM_PROMPTS + 6, "train")]
+"""Of the prompts and of those that are added to them."""
 
 
 class History:
@@ -136,7 +138,7 @@ class History:
                 completions=completions,
                 generate_s=0.0,
                 policy_version=0,
-                prompt_hash=PROMPTS[turn.prompt_id].content_hash,
+                prompt_hash=HASHES[turn.prompt_id],
                 reward_s=0.0,
             )
         del self.open[lease_id]
@@ -170,7 +172,7 @@ class History:
             policy_version=0,
             oldest_version=0,
             epoch_size=self.stream.size_of(turn.epoch),
-            prompt_hash=PROMPTS[turn.prompt_id].content_hash,
+            prompt_hash=HASHES[turn.prompt_id],
         )
 
 

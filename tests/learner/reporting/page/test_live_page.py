@@ -57,6 +57,7 @@ def report(published: int = 7, *members: MemberStatus) -> StatusReport:
         problems=("the disk is full",),
         rejected={"a: b": 2, "c: d": 3},
         vitals=Vitals(health=("no signal",)),
+        actors_wanted=1,
     )
 
 
