@@ -21,7 +21,8 @@ _SECTIONS = "|".join(sorted({name.partition(".")[0] for name in setting_names()}
 SETTING = re.compile(rf"(?<![\w./-])((?:{_SECTIONS})\.[a-z][a-z_]*[a-z])\b(?![(/])")
 COMMAND = re.compile(r"`offbeat ([a-z]+)")
 METRIC = re.compile(r"`((?:reward|lag|length|ratio|clip|clip_tokens|ess|kl|correction|loss|time|compute|by_lag)/[\w/+-]*\w)`")
-IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
+IDENTIFIER = re.compile(r"`(?![a-z]+`)([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
+"""A name, dotted or not. A single plain word may be anything."""
 
 FILES = re.compile(r"\.(?:toml|jsonl|json|log|md|py|ipynb|safetensors|sbatch|yaml|key|lock|pub)$")
 """Ends of names that are files'."""
@@ -34,15 +35,14 @@ NO_METRICS = {"kl/p_q_k1", "kl/p_q_k3"}
 SUBSCRIPT = re.compile(r"_[ijktv]{1,2}$")
 """The end of a variable in a formula, such as `l_it`."""
 NO_IDENTIFIERS = {
-    *("rho", "sg"),  # formulas
     *("NAME_command", "actor_WORK_share", "num_", "test_stale_group_is_dropped_when_taken"),  # patterns and examples
     *("_2_", "_3_4_", "_5_8_", "_9_up_", "_length_mean", "_max", "_min", "_p05", "_p50", "_p95", "_std"),  # ends of metrics
     *("reversal_batch8", "reversal_batch32", "reversal_batch64"),  # tasks of the study, named after their sizes
     *("ANTHROPIC_BASE_URL", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "PAGER", "PIP_EXTRA_INDEX_URL"),  # of the environment
-    *("COPY", "landlock_create_ruleset", "restricted", "tee"),  # of the system
+    *("COPY", "landlock_create_ruleset"),  # of the system
     *("ChatOpenAI", "GraphRecursionError", "flash_attn.cute", "fp8_per_block", "llama3_json"),  # of libraries
     # Settings of other frameworks.
-    *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_penalty", "lambd", "loglinear", "pg_clip_high", "pg_clip_low"),
+    *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_penalty", "pg_clip_high", "pg_clip_low"),
     *("ppo_epochs", "rl_loss_coef", "seq_mean_k2", "seq_mean_k3", "target_kl", "train_infer_correction"),
 }
 

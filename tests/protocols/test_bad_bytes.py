@@ -74,7 +74,7 @@ def test_malformed_message_is_an_answerable_error_and_the_next_one_is_read(hub: 
 
 def test_of_a_message_of_thousands_of_frames_few_are_kept(hub: Hub, raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(channels, "decode_from_actor", lambda frames: seen.append(len(frames)))
+    monkeypatch.setattr("offbeat.protocols.wire.decode_from_actor", lambda frames: seen.append(len(frames)))
     raw.send(*[b"x"] * 10_000)
     receive(hub)
     assert seen == [MAX_FRAMES + 1]
