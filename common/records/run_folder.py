@@ -100,6 +100,14 @@ def naming_disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def read_owner(folder: Path) -> LockOwner | None:
+    """Return the process that last locked the folder, which may have ended; None where none did, or it says nothing yet."""
+    try:
+        return msgspec.json.decode((folder / LOCK_FILE).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def read_run_config(folder: Path) -> Config:
     """Return the resolved config of the run in a folder. `SettingError` where the folder has none."""
     file = folder / CONFIG_FILE

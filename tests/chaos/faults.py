@@ -16,7 +16,7 @@ import msgspec
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS
-from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, LockOwner
+from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
 from offbeat.learner.leases.events import Expired, LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES, Position, SegmentHeader, encode_header, encode_record
@@ -474,11 +474,8 @@ def _start_second_learner(scene: Scene) -> Committed:
 
 def _has_settled(run: Path, learner: int) -> bool:
     """Return whether the learner has locked the run's folder and then written its settings there."""
-    try:
-        owner = msgspec.json.decode((run / LOCK_FILE).read_bytes(), type=LockOwner)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return False
-    locked_at = (run / LOCK_FILE).stat().st_mtime_ns if owner.pid == learner else math.inf
+    owner = read_owner(run)
+    locked_at = (run / LOCK_FILE).stat().st_mtime_ns if owner is not None and owner.pid == learner else math.inf
     return (run / CONFIG_FILE).stat().st_mtime_ns >= locked_at
 
 
