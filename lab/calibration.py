@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -92,8 +93,10 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     checks: list[BandCheck] = []
     recommended: ClipBand | None = None
     if band is not None and own is not None:
-        own_band = band._replace(low=own.low, high=own.high)
-        recommended = recommend_band(floor, every.lengths, own_band)
+        own_band = band._replace(low=own.low, high=own.high, by_length=None)
+        recommended = band._replace(by_length=floor.of_length)
+        if band.by_length is None:
+            recommended = recommend_band(floor, every.lengths, own_band)
         models = cross_fit(*counted)
         checks = [
             check_band(name, of_name, models)
@@ -275,7 +278,7 @@ def render_calibration(calibration: Calibration) -> RenderableType:
 def settings_to_paste(calibration: Calibration, file: Path) -> str:
     """Return the recommended settings as TOML."""
     band = calibration.recommended
-    clips = [] if band is None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
+    clips = [] if band is None or band.by_length is not None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
     of_setting = {
         setting: [check.recommended or check.value for check in calibration.bounds if check.setting == f"loss.{setting}"]
         for setting in ("correction", "objective")
@@ -307,13 +310,20 @@ def _band_table(calibration: Calibration) -> FittedTable:
     for check in calibration.checks:
         table.add_row(
             check.name,
-            f"{check.band.low:g}, {check.band.high:g}",
+            _show_band(check.band, calibration.lengths),
             f"{check.predicted:.1%}",
             f"{check.measured:.1%} ± {HALF_WIDTH * check.measured_error:.1%}",
             f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
             f"{check.measured_below:.1%}, {check.measured_above:.1%}",
         )
     return FittedTable(table)
+
+
+def _show_band(band: ClipBand, lengths: NDArray[np.int64]) -> str:
+    if band.by_length is None:
+        return f"{band.low:g}, {band.high:g}"
+    bounds = np.stack(band.by_length.bounds(lengths, low=band.low, high=band.high))
+    return f"{bounds.min():.2g} to {bounds.max():.2g}"
 
 
 def doubts(calibration: Calibration) -> list[str]:
@@ -380,14 +390,20 @@ def _advice(calibration: Calibration) -> str:
             "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "
             'above are for loss.anchor = "behavior".'
         )
+    band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
+    if DEFAULTS[calibration.objective].is_sequence_ratio:
+        usual = engine_band(max_new_tokens=1)
+    low, high = (float(np.median(bound)) for bound in band.bounds_of(calibration.lengths))
     advice = (
         f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side. How much wider it has "
         "to be for the staleness you want, see clip/drift of a run:"
     )
-    band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
-    if DEFAULTS[calibration.objective].is_sequence_ratio:
-        usual = engine_band(max_new_tokens=1)
-    if usual is not None and (band.low > usual.low or band.high > usual.high):
+    if band.by_length is not None:
+        advice = (
+            'Each completion has a band of its own (loss.clip_by = "own_length"). With the noise floor it is made of the noise '
+            "measured here, as in the row above noise, and the run distinguishes drift from noise:"
+        )
+    if usual is not None and (low > usual.low or high > usual.high):
         cure = 'loss.anchor="decoupled" and loss.correction="token_tis"'
         if DEFAULTS[calibration.objective].has_behavior_weight:
             cure = 'loss.anchor="proximal"'

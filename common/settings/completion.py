@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -16,9 +17,9 @@ _GROUP_BAND = Bounds(0.2, 0.2)
 """Clip band against the group's likelihood, from which a completion's own differs on-policy too: that of GEPO's code."""
 _WIDEST_ENGINE_BAND = 0.05
 """Best on completions of six tokens, far above the numerical noise between engine and learner (docs/study.md)."""
-_COMPLETION_DRIFT = 0.3
+COMPLETION_DRIFT = 0.3
 """Change of a completion's log-prob, in nats, at which the study finds it best to clip."""
-_TOKEN_NOISE = 0.035
+TOKEN_NOISE = 0.035
 """Standard deviation of a token's log-prob between engine and learner, in nats: that of a KL divergence of 6e-4."""
 _USUAL_SHARE = 0.4
 """Usual length of a completion, as a share of `rollout.max_new_tokens`."""
@@ -43,13 +44,15 @@ def complete_loss(loss: LossSection, *, max_new_tokens: int) -> LossSection:
     objective = defaults_of(loss.objective)
     aggregation = loss.aggregation or objective.aggregation
     has_length = aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None
+    clip_by = loss.clip_by or _find_clip_by(loss, objective)
     # A setting that does not apply to the objective stays as the user wrote it: `check_objective` refuses it.
-    band = None if loss.function else _find_band(loss, objective, max_new_tokens)
+    band = None if loss.function else _find_band(loss, objective, max_new_tokens, clip_by)
     return msgspec.structs.replace(
         loss,
         objective=str(parse_objective(loss.objective)),
         clip_low=band.low if band is not None and loss.clip_low is None else loss.clip_low,
         clip_high=band.high if band is not None and loss.clip_high is None else loss.clip_high,
+        clip_by=clip_by,
         correction=write_corrections(parse_corrections(loss.correction)),
         aggregation=aggregation,
         aggregation_length=max_new_tokens if has_length else loss.aggregation_length,
@@ -58,27 +61,39 @@ def complete_loss(loss: LossSection, *, max_new_tokens: int) -> LossSection:
 
 
 def engine_band(max_new_tokens: int) -> Bounds:
-    """Return the default clip band of a sequence ratio to engine log-probs.
+    """Return the default clip band of a sequence ratio to engine log-probs with `loss.clip_by = "run"`.
 
-    The ratio is a mean over tokens, so the band narrows as completions grow, but not below the engine's noise.
+    It suits completions of usual length: for them it is `COMPLETION_DRIFT` wide, or one standard deviation of the noise.
     """
-    drift = _COMPLETION_DRIFT / (_USUAL_SHARE * max_new_tokens)
+    drift = COMPLETION_DRIFT / (_USUAL_SHARE * max_new_tokens)
     width = float(f"{min(_WIDEST_ENGINE_BAND, max(drift, engine_noise(max_new_tokens))):.2g}")
     return Bounds(width, width)
 
 
 def engine_noise(max_new_tokens: int) -> float:
     """Return the standard deviation that a usual engine's noise gives the sequence ratio of a completion of usual length."""
-    return _TOKEN_NOISE / math.sqrt(_USUAL_SHARE * max_new_tokens)
+    return TOKEN_NOISE / math.sqrt(_USUAL_SHARE * max_new_tokens)
 
 
-def _find_band(loss: LossSection, objective: Defaults, max_new_tokens: int) -> Bounds | None:
+def has_engine_noise(loss: LossSection, objective: Defaults) -> bool:
+    """Return if the objective clips a sequence ratio whose denominator has the engine's noise."""
+    return objective.is_sequence_ratio and not loss.function and loss.anchor not in (*RECOMPUTED, "group")
+
+
+def _find_clip_by(loss: LossSection, objective: Defaults) -> Literal["own_length", "run"]:
+    is_open = loss.clip_low is None and loss.clip_high is None
+    return "own_length" if is_open and has_engine_noise(loss, objective) else "run"
+
+
+def _find_band(loss: LossSection, objective: Defaults, max_new_tokens: int, clip_by: str) -> Bounds | None:
     """Return the objective's clip band against the anchor; None if it does not clip."""
     if objective.band is None:
         return None
     if loss.anchor == "group":
         return _GROUP_BAND
-    if objective.is_sequence_ratio and loss.anchor not in RECOMPUTED:
+    if clip_by == "own_length":
+        return Bounds(_WIDEST_ENGINE_BAND, _WIDEST_ENGINE_BAND)
+    if has_engine_noise(loss, objective):
         return engine_band(max_new_tokens)
     return objective.band
 

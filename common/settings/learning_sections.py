@@ -88,22 +88,25 @@ class LossSection(Section, frozen=True):
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it is 3e-4 against
-    recomputed log-probs. Against behavior log-probs it is 0.05 up to 15 `rollout.max_new_tokens`, 0.75 divided by them up to
-    183, and then 0.055 divided by their square root, below which numerical noise alone clips many completions. Where yours are
-    usually much shorter than 40% of `rollout.max_new_tokens`, take about 0.3 divided by their number of tokens
-    (docs/study.md)."""
+    recomputed log-probs; against behavior log-probs it is 0.05, and `loss.clip_by` narrows it."""
     clip_high: PositiveFloat | None = None
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
     divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it is 4e-4 against
     recomputed log-probs, and that of `clip_low` against behavior log-probs."""
+    clip_by: Literal["own_length", "run"] | None = None
+    """Length that the clip range of a sequence ratio goes by. own_length: each completion's own number of tokens n (an
+    episode's, over all of its turns). Its range is 0.3 / n, at most `clip_low` and `clip_high`, and at least two standard
+    deviations of the engine's noise from its mean: of the noise in `loss.noise_floor`, or of 0.035 nats a token. run: the
+    same for all completions. none: own_length for gspo, gspo_token and luspo against behavior log-probs, unless you set
+    `clip_low` or `clip_high`, and run otherwise."""
     routing_replay: Literal["off", "recomputed", "sampled"] = "off"
     """Experts that a mixture's routers choose while the policy is trained, with the weights of the current logits. off: their
     own. recomputed: those that they chose when the log-probs of `loss.anchor` (proximal or decoupled) were recomputed before
     the update (R2). sampled: those that the engine chose, which actors send (R3); it takes transformers, or vLLM on a GPU."""
     noise_floor: str = ""
     """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
-    divergences are then split into the share of the engine's numerical noise and the share of staleness. Empty: they are not
-    split."""
+    divergences are then split into the share of the engine's numerical noise and the share of staleness, and
+    `loss.clip_by = "own_length"` goes by that noise. Empty: they are not split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
     that the objective clips is larger. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none: no cap."""

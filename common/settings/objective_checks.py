@@ -1,7 +1,7 @@
 """Checks of the objective's settings: contradictions, settings without effect, and combinations that are easily misread."""
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.completion import engine_noise
+from offbeat.common.settings.completion import engine_noise, has_engine_noise
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import WEIGHING, own_functions, parse_corrections
 from offbeat.common.settings.learning_sections import TrainSection
@@ -31,11 +31,11 @@ def objective_warnings(config: Config) -> list[str]:
     choices = parse_corrections(loss.correction)
     weighs = any(choice.name in WEIGHING for choice in choices)
     is_narrow = False
-    if defaults_of(loss.objective).is_sequence_ratio and loss.clip_low is not None and loss.clip_high is not None:
+    if has_engine_noise(loss, defaults_of(loss.objective)) and loss.clip_low is not None and loss.clip_high is not None:
         # At half of it a usual engine's noise alone is beyond the band for a third of the completions.
         is_narrow = min(loss.clip_low, loss.clip_high) < engine_noise(config.rollout.max_new_tokens) / 2
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
-    if is_narrow and loss.anchor not in (*RECOMPUTED, "group") and not loss.noise_floor:
+    if is_narrow and loss.clip_by == "run" and not loss.noise_floor:
         warnings.append(
             f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
             "clips many completions for numerical noise alone; `offbeat calibrate` says how many."
@@ -155,6 +155,9 @@ def _check_clip(config: Config) -> None:
         raise SettingError("loss.objective", loss.objective, problem, f'Write "{chosen.name}", or remove loss.function.')
     if loss.clip_low is not None and loss.clip_low > 1:
         raise SettingError("loss.clip_low", loss.clip_low, "no ratio is below 0", "Set it to 1 for no lower bound.")
+    if loss.clip_by == "own_length" and not has_engine_noise(loss, defaults):
+        problem = "it is for gspo, gspo_token and luspo with an anchor of engine log-probs, which have noise by length"
+        raise SettingError("loss.clip_by", loss.clip_by, problem, 'Remove it, or set loss.anchor="behavior".')
     if loss.dual_clip is not None and not defaults.dual_clip:
         with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].dual_clip)
         raise SettingError(

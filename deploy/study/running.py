@@ -112,7 +112,8 @@ def _plan_text(todo: Sequence[StudyTrial], rows: Sequence[StudyRow]) -> str:
 
 def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_path: str) -> Config:
     """Return the settings of a trial's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
-    config = load(base, [*settings, f"run.seed={trial.seed}"])
+    # The methods of the first rows have one band for all completions of a run; one that has another names it.
+    config = load(base, ["loss.clip_by=run", *settings, f"run.seed={trial.seed}"])
     config = replace(config, model=replace(config.model, path=model_path))
     check(config)
     return config

@@ -118,7 +118,8 @@ def objective_config(config: Config, objective: str) -> Config:
     checkpoints have no critic that it needs, or have one.
     """
     method = parse_objective(objective, setting="--loss")
-    config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, noise_floor=""))
+    if not Path(config.loss.noise_floor).is_file():
+        config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, noise_floor=""))
     if str(method) == config.loss.objective:
         return config
     loss = msgspec.structs.replace(
@@ -127,6 +128,7 @@ def objective_config(config: Config, objective: str) -> Config:
         function="",
         clip_low=None,
         clip_high=None,
+        clip_by=None,
         dual_clip=config.loss.dual_clip if DEFAULTS[method.name].dual_clip else None,
         aggregation=None,
         aggregation_length=None,

@@ -277,7 +277,8 @@ def _learning(history: RunHistory, config: RunSettings) -> page.PageSection:
 def _staleness(history: RunHistory, config: RunSettings) -> page.PageSection:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     objective = DEFAULTS.get(str(config.setting("loss", "objective")).partition("(")[0])
-    if objective is not None and objective.bounds_divergence:
+    by_length = config.setting("loss", "clip_by") == "own_length"
+    if by_length or (objective is not None and objective.bounds_divergence):
         clip_low = clip_high = None
     plots = (
         staleness_plots.lag_histogram(history),

@@ -29,6 +29,7 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
         "train.on_policy_ess=1",
     ),
     "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
+    "gspo + own length": ("loss.objective=gspo", "loss.clip_by=own_length"),
     "gspo + paper's band": ("loss.objective=gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4"),
     "gspo + band 0.005": ("loss.objective=gspo", "loss.clip_low=0.005", "loss.clip_high=0.005"),
     "gspo + band 0.05": ("loss.objective=gspo", "loss.clip_low=0.05", "loss.clip_high=0.05"),

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.bands import ClipBand, NoiseOfLength
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 Floats = NDArray[np.float64]
@@ -93,13 +93,14 @@ class Differences(NamedTuple):
 
     def _sides(self, band: "ClipBand") -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         ratios = self.log_ratios
+        low, high = band.log_bounds_of(np.repeat(self.lengths, self.lengths))
         if band.is_sequence_ratio:
             ratios = np.repeat(self.log_sequence_ratios, self.lengths)
         elif band.is_prefix_ratio:
             before = np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
             sums = np.concatenate([[0.0], np.cumsum(ratios)])
             ratios = (sums[1:] - sums[before]) / np.sqrt(np.arange(1, len(ratios) + 1) - before)
-        return ratios < band.log_low, ratios > band.log_high
+        return ratios < low, ratios > high
 
     def group_means(self, of_completions: Floats) -> Floats:
         """Return the mean of each group's completions, `[groups]`, by rising number of the group."""
@@ -145,6 +146,11 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the standard deviation of `log s` for completions of these lengths, each at least 1."""
         return np.sqrt(self.variance + self.token_variance / lengths).clip(min=_SMALLEST_SPREAD)
 
+    @property
+    def of_length(self) -> NoiseOfLength:
+        """The mean and the variance of `log s`, as the band of a completion's own length takes them."""
+        return NoiseOfLength(self.mean, self.variance, self.token_variance)
+
     def sequences_below(self, log_ratio: float | Floats, lengths: NDArray[np.int64]) -> Floats:
         """Return the probability that `log s` is below `log_ratio`, or each of these, for completions of these lengths."""
         return self.standardized_below((log_ratio - self.mean) / self.spread(lengths))
@@ -173,7 +179,8 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def beyond(self, band: ClipBand, lengths: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return the expected shares of each completion's tokens below the band, and above it."""
         if band.is_sequence_ratio:
-            return self.sequences_below(band.log_low, lengths), 1 - self.sequences_below(band.log_high, lengths)
+            low, high = band.log_bounds_of(lengths)
+            return self.sequences_below(low, lengths), 1 - self.sequences_below(high, lengths)
         if band.is_prefix_ratio:
             return self.prefixes_below(band.log_low, lengths), 1 - self.prefixes_below(band.log_high, lengths)
         below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)

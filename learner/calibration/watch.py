@@ -48,7 +48,8 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     advantages = np.repeat([-1.0, 1.0], lengths.sum() // 2)
     expected = Differences(lengths, np.zeros(len(advantages)), advantages, np.arange(len(lengths)))
     warnings: list[str] = []
-    if objective.engine_band is not None:
+    # A band by the completion's own length is made of this noise.
+    if objective.engine_band is not None and objective.engine_band.by_length is None:
         warnings += _of_band(loss, objective.engine_band, "clips", calibration)
     if parse_objective(loss.objective).name == "dppo_tv" and objective.bounds is not None and objective.anchor == "behavior":
         # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
@@ -105,7 +106,7 @@ class CalibrationWatch:
         """Compare clip band, corrections and thresholds with the calibrated noise."""
         if self._calibration is None:
             return
-        for warning in noise_warnings(loss, make_objective(loss), self._calibration):
+        for warning in noise_warnings(loss, make_objective(loss, self._calibration.floor.of_length), self._calibration):
             logger.warning(warning)
             self._record(EventRow(event="noise_reaches_bounds", detail=warning))
 

@@ -54,8 +54,8 @@ class TokenLosses(NamedTuple):
 def gspo(
     inputs: LossInputs,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
     dual_clip: float | None = None,
 ) -> TokenLosses:
     """`l_it = -min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it)` with `s_i = exp(mean_t log r_it)`.
@@ -64,7 +64,8 @@ def gspo(
     https://arxiv.org/abs/2507.18071, eq. 5 and 7. All tokens of a row have the same ratio, so the paper's objective is the
     aggregation `seq-mean-token-mean`, under which the gradient with respect to a loss token's log-prob is
     `-s_i A_i / (N |y_i|)`. The gradient is exactly 0 where the row is clipped: (A > 0, s > 1 + clip_high) or
-    (A < 0, s < 1 - clip_low), the sides that the advantage pushes the ratio to.
+    (A < 0, s < 1 - clip_low), the sides that the advantage pushes the ratio to. The bounds are numbers, or `[rows, 1]`: one for
+    each completion (`bands.NoiseOfLength`).
 
     With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where s > c, and the row has no gradient
     there: the bound of `ppo_clip`, on the sequence ratio.
@@ -82,8 +83,8 @@ def gspo(
 def gspo_token(
     inputs: LossInputs,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
     dual_clip: float | None = None,
 ) -> TokenLosses:
     """`l_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)` with `s_it = sg[s_i] pi_it / sg[pi_it]`.
@@ -348,17 +349,19 @@ def _clipped_losses(
     completion_mask: Tensor,
     advantages: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
     dual_clip: float | None,
 ) -> TokenLosses:
     """`-min(ratio A, clip(ratio) A)` for the ratio of a token or of a row; `log_ratio` is finite everywhere."""
     advantages = torch.where(completion_mask, advantages, 0.0)
     positive, negative = advantages > 0, advantages < 0
     ratio = bounded_ratio(log_ratio)
-    # The value of a clipped ratio. min() spelled out: torch.minimum() splits the gradient where both are equal.
-    limit = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    clipped = (positive & (ratio > limit)) | (negative & (ratio < limit))
+    # min() spelled out: torch.minimum() splits the gradient where both are equal.
+    beyond, below = positive & (ratio > 1 + clip_high), negative & (ratio < 1 - clip_low)
+    # The value of a clipped ratio.
+    limit = torch.where(below, 1 - clip_low, torch.where(beyond, 1 + clip_high, ratio.detach()))
+    clipped = beyond | below
     if dual_clip is not None:
         above = negative & (ratio > dual_clip)
         limit = torch.where(above, dual_clip, limit)

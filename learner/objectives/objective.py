@@ -17,7 +17,7 @@ from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.objectives import RECOMPUTED, Aggregation, defaults_of, objective_parameters, parse_objective
 from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
-from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
+from offbeat.learner.objectives.bands import USUAL_NOISE, ClipBand, ClippedRatio, Correction, NoiseOfLength
 from offbeat.learner.objectives.correction_rules import AnyCorrection, correct, resolve_corrections
 from offbeat.learner.objectives.losses import LossInputs, TokenLosses
 from offbeat.learner.objectives.own_functions import OwnLoss, load_loss
@@ -154,8 +154,11 @@ class Objective:
         `completion_mask` and `advantages`: `[rows, tokens]`. `constants` are those of the whole optimizer step.
         """
         inputs = LossInputs(logprobs.policy, logprobs.anchor, completion_mask, advantages, logprobs.behavior)
-        of_step = {} if self.m2_threshold is None else {"cutoff": constants.m2po_cutoff}
-        token_losses, clipped, log_ratio = self.function(inputs, **self.parameters, **of_step)
+        of_step: dict[str, Any] = {} if self.m2_threshold is None else {"cutoff": constants.m2po_cutoff}
+        band, lengths = self.band, completion_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        if band is not None and band.by_length is not None:
+            of_step["clip_low"], of_step["clip_high"] = band.bounds_of(lengths)
+        token_losses, clipped, log_ratio = self.function(inputs, **{**self.parameters, **of_step})
         correction: Correction | None = None
         if self.corrections:
             correction = correct(
@@ -163,8 +166,8 @@ class Objective:
             )
             token_losses = token_losses * correction.weights
         clipped_ratio = None
-        if self.band is not None and log_ratio is not None:
-            clipped_ratio = ClippedRatio(log_ratio, self.band.low, self.band.high)
+        if band is not None and log_ratio is not None:
+            clipped_ratio = ClippedRatio(log_ratio, *band.bounds_of(lengths))
         return Evaluation(token_losses, clipped, clipped_ratio, correction)
 
     def denominator(self, *, num_groups: int, num_rows: int, num_tokens: int) -> float:
@@ -178,8 +181,11 @@ class Objective:
         )
 
 
-def make_objective(loss: LossSection) -> Objective:
-    """Return the objective of these settings, none of which is left open. Import the user's own functions."""
+def make_objective(loss: LossSection, noise: NoiseOfLength = USUAL_NOISE) -> Objective:
+    """Return the objective of these settings, none of which is left open. Import the user's own functions.
+
+    `noise` is the engine's, for `loss.clip_by = "own_length"`.
+    """
     chosen = parse_objective(loss.objective)
     function = OBJECTIVES[chosen.name] if not loss.function else _own_loss(load_loss(loss.function))
     taken = [name for name, parameter in signature(function).parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
@@ -189,7 +195,8 @@ def make_objective(loss: LossSection) -> Objective:
     bounds = None
     if "clip_low" in taken:
         assert loss.clip_low is not None and loss.clip_high is not None, "the band of the objective is filled in"
-        bounds = ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio, defaults.is_prefix_ratio)
+        by_length = noise if loss.clip_by == "own_length" else None
+        bounds = ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio, defaults.is_prefix_ratio, by_length)
     assert loss.aggregation is not None, "the aggregation of the objective is filled in"
     return Objective(
         function=function,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offbeat.common.settings.config import Config
+from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.weights.flat import make_layout, tensor_dtype
 from offbeat.learner.calibration.calibration import load_calibration
 from offbeat.learner.calibration.noise_floor import Differences
@@ -29,8 +30,9 @@ from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.diagnostics.loss_metrics import truncated_ess
 from offbeat.learner.diagnostics.step_table import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.bands import USUAL_NOISE
 from offbeat.learner.objectives.kl import KL_HORIZON, adapt_kl_coefficient
-from offbeat.learner.objectives.objective import make_objective
+from offbeat.learner.objectives.objective import Objective, make_objective
 from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.policy.networks import Networks, Scored
@@ -72,7 +74,9 @@ class Trainer:
         """Load the models of the run. Raises ValueError for a model that cannot be trained."""
         self._config = config
         self._train = config.train
-        self._objective = make_objective(config.loss)
+        path = config.loss.noise_floor
+        self._noise = load_calibration(path).noise if path else None
+        self._objective = self._make_objective(config.loss)
         self._preparation = Preparation(config, self._objective)
         place = join_process_group()
         self.rank, self.world_size, self.device = place
@@ -83,8 +87,6 @@ class Trainer:
         self.networks = Networks(config, place)
         self._adaptive = AdaptiveState(kl_coefficient=config.kl.loss_coef or config.kl.reward_coef)
         self._direction = GradientDirection()
-        path = config.loss.noise_floor
-        self._noise = load_calibration(path).noise if path else None
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
@@ -120,7 +122,7 @@ class Trainer:
     def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
         """Train with these settings from the next batch on; None for an objective that does not clip."""
         loss = msgspec.structs.replace(self._config.loss, clip_low=clip_low, clip_high=clip_high)
-        self._objective = make_objective(loss)
+        self._objective = self._make_objective(loss)
         self._train = msgspec.structs.replace(self._train, learning_rate=learning_rate)
 
     def gradient(self, groups: Sequence[Group]) -> tuple[Metrics, Tensor]:
@@ -198,6 +200,9 @@ class Trainer:
     def close(self) -> None:
         """Free the engine. The process group lives as long as the process."""
         self.networks.engine.destroy()
+
+    def _make_objective(self, loss: LossSection) -> Objective:
+        return make_objective(loss, USUAL_NOISE if self._noise is None else self._noise.every.of_length)
 
     def _prepare(self, rows: Sequence[TrainingRow]) -> list[PreparedMicroBatch]:
         return self._preparation.prepare(rows, self.networks, kl_coefficient=self._adaptive.kl_coefficient)

@@ -110,15 +110,15 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "group", True, "count", 0)),
+        ([], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.anchor=decoupled"], (3e-4, 4e-4, "seq-mean-token-mean", "group", True, "count", 0)),
-        (["loss.objective=gspo_token"], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=gspo_token"], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=grpo"], (0.2, 0.2, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=dr_grpo"], (0.2, 0.2, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
-        (["loss.objective=luspo"], (1.8e-3, 1.8e-3, "seq-mean-token-sum", "group", True, "count", 0)),
+        (["loss.objective=luspo"], (0.05, 0.05, "seq-mean-token-sum", "group", True, "count", 0)),
         (["loss.objective=luspo", "loss.anchor=proximal"], (2e-3, 2.5e-3, "seq-mean-token-sum", "group", True, "count", 0)),
         (
             ["loss.objective=ctpo"],
@@ -147,7 +147,7 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
-        (["advantage.baseline=leave_one_out"], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
+        (["advantage.baseline=leave_one_out"], (0.05, 0.05, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
     ],
 )
 def test_what_is_left_open_is_the_papers(overrides: list[str], expected: tuple[object, ...]) -> None:
@@ -167,21 +167,41 @@ def test_what_is_set_wins() -> None:
 
 
 @pytest.mark.parametrize("objective", ["gspo", "gspo_token", "luspo"])
-def test_band_against_engine_logprobs_narrows_with_the_length_between_its_limits(objective: str) -> None:
+def test_band_of_a_run_narrows_with_the_length_between_its_limits(objective: str) -> None:
     def band(max_new_tokens: int, *overrides: str) -> tuple[float | None, float | None]:
         config = load(None, [f"loss.objective={objective}", f"rollout.max_new_tokens={max_new_tokens}", *overrides])
+        assert config.loss.clip_by == "run"
         return config.loss.clip_low, config.loss.clip_high
 
     # 0.3 / (0.4 N) up to 183 tokens, 0.035 / sqrt(0.4 N) beyond.
     lengths = (1, 8, 15, 16, 100, 152, 183, 185, 1024, 32768)
     widths = [0.05, 0.05, 0.05, 0.047, 0.0075, 0.0049, 0.0041, 0.0041, 0.0017, 0.00031]
-    assert [band(length) for length in lengths] == [(width, width) for width in widths]
-    assert {band(length, "loss.anchor=interpolated", "loss.correction=token_tis") for length in (8, 100)} == {
+    assert [band(length, "loss.clip_by=run") for length in lengths] == [(width, width) for width in widths]
+    assert {
+        band(length, "loss.clip_by=run", "loss.anchor=interpolated", "loss.correction=token_tis") for length in (8, 100)
+    } == {
         (0.05, 0.05),
         (0.0075, 0.0075),
     }
     assert band(8, "loss.anchor=proximal", "train.steps_per_batch=2") == DEFAULTS[objective].band
     assert band(100, "loss.clip_low=0.3") == (0.3, 0.0075)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "clip_by"),
+    [
+        ([], "own_length"),
+        (["loss.objective=luspo", "loss.anchor=interpolated", "loss.correction=token_tis"], "own_length"),
+        (["loss.clip_high=0.1"], "run"),
+        (["loss.clip_by=own_length", "loss.clip_high=0.1"], "own_length"),
+        (["loss.anchor=proximal"], "run"),
+        (["loss.anchor=group"], "run"),
+        (["loss.objective=grpo"], "run"),
+        (["loss.function=my:loss"], "run"),
+    ],
+)
+def test_band_goes_by_the_completions_own_length_where_its_ratio_has_engine_noise(overrides: list[str], clip_by: str) -> None:
+    assert load(None, overrides).loss.clip_by == clip_by
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 8, 100, 1024, 32768])
@@ -251,6 +271,11 @@ REFUSALS = [
     Refusal(["loss.objective=sapo", "loss.clip_low=0.1"], ["loss.clip_low = 0.1", "does not clip"]),
     Refusal(["loss.objective=reinforce", "loss.clip_high=0.1"], ["loss.clip_high = 0.1", "does not clip"]),
     Refusal(["loss.clip_low=1.5"], ["loss.clip_low = 1.5", "no ratio is below 0"]),
+    Refusal(["loss.objective=grpo", "loss.clip_by=own_length"], ['loss.clip_by = "own_length"', "gspo_token and luspo"]),
+    Refusal(
+        ["loss.anchor=decoupled", "loss.correction=token_tis", "loss.clip_by=own_length"],
+        ['loss.clip_by = "own_length"', 'loss.anchor="behavior"'],
+    ),
     Refusal(
         ["loss.objective=cispo", "loss.dual_clip=3"],
         ["loss.dual_clip = 3.0", "gspo, gspo_token, grpo, dr_grpo, dapo, luspo, ce_gppo, ppo"],

@@ -251,7 +251,7 @@ def test_every_setting_is_found_by_its_full_name_and_by_its_key_or_not_at_all(se
 def test_settings_of_a_config_are_replaced_as_overrides_of_a_file_are() -> None:
     config = load(None, ["staleness.max_staleness=6", "loss.clip_low=0.2"])
     values = {"staleness.staleness_policy": "drop", "train.learning_rate": "1e-4", "loss.clip_low": "none"}
-    overrides = ["staleness.max_staleness=6", "staleness.staleness_policy=drop", "train.learning_rate=1e-4"]
+    overrides = ["staleness.max_staleness=6", "staleness.staleness_policy=drop", "train.learning_rate=1e-4", "loss.clip_by=run"]
     assert replace_settings(config, values) == load(None, overrides)
     assert replace_settings(config, {}) == config
     with pytest.raises(SettingError, match=r"staleness.max_staleness = -1: the value is not accepted"):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.run_folder import check_run_folder
-from offbeat.common.settings.completion import engine_band
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.sweep.trials import check_trials, make_trials, prepare
@@ -109,8 +108,8 @@ def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(swee
 def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
     plan = make_plan(["objective=gspo,grpo"], num_seeds=1, first_seed=0)
     gspo, grpo = make_trials(plan, sweep.home / "run.toml", [], sweep.folder)
-    of_length = engine_band(gspo.config.rollout.max_new_tokens).low
-    assert (gspo.config.loss.clip_low, grpo.config.loss.clip_low) == (of_length, 0.2)
+    assert (gspo.config.loss.clip_by, grpo.config.loss.clip_by) == ("own_length", "run")
+    assert (gspo.config.loss.clip_low, grpo.config.loss.clip_low) == (0.05, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from offbeat.common.settings.corrections import CORRECTIONS
 from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS
 from offbeat.learner.objectives import corrections, losses, weighted_losses
-from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.bands import USUAL_NOISE, ClipBand
 from offbeat.learner.objectives.correction_rules import CorrectionRule, weigh
 from offbeat.learner.objectives.objective import OBJECTIVES, Objective, PolicyLogprobs, StepConstants, make_objective
 from tests.learner.objectives.loss_cases import inputs_of
@@ -212,7 +212,14 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
     else:
         assert torch.equal(found.log_ratio, torch.where(MASK, log_ratio, 0.0))
     loss = load(None, [f"loss.objective={name}", f"loss.anchor={anchor}", "rollout.max_new_tokens=100"]).loss
-    assert (found.clip_low, found.clip_high) == (loss.clip_low, loss.clip_high)
+    if loss.clip_by == "run":
+        assert (found.clip_low, found.clip_high) == (loss.clip_low, loss.clip_high)
+        return
+    # 0.05 up to six tokens, and the noise of a row of one token, which is larger.
+    assert isinstance(found.clip_low, torch.Tensor) and isinstance(found.clip_high, torch.Tensor)
+    noise = 2 * 0.035 / MASK.sum(dim=-1, keepdim=True).sqrt()
+    torch.testing.assert_close(found.clip_high, noise.clip(min=0.05))
+    torch.testing.assert_close(found.clip_low, (noise + 0.035**2 / 2).clip(min=0.05))
 
 
 def test_bounds_of_a_correction_that_are_left_open_are_its_own() -> None:
@@ -226,7 +233,7 @@ def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_
     assert objective_of("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
     assert objective_of("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
     assert objective_of("objective=minirl").engine_band == ClipBand(0.2, 0.27, is_sequence_ratio=False)
-    assert objective_of("objective=luspo").engine_band == ClipBand(0.0075, 0.0075, is_sequence_ratio=True)
+    assert objective_of("objective=luspo").engine_band == ClipBand(0.05, 0.05, is_sequence_ratio=True, by_length=USUAL_NOISE)
     assert objective_of("objective=ctpo", "clip_low=0.1", "clip_high=0.3").engine_band == ClipBand(
         0.1, 0.3, is_sequence_ratio=False, is_prefix_ratio=True
     )
