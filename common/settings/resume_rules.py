@@ -127,7 +127,9 @@ RULES = (
     Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),
     Rule("recorded", _of("loss", "clip_by"), "It widens and narrows the clip range, as `loss.clip_low` does."),
     Rule("recorded", _of("loss", "noise_floor"), 'It only affects reported numbers and the range of `clip_by = "own_length"`.'),
-    Rule("recorded", ("loss.noise_floor: file",), 'It only affects reported numbers and the range of `clip_by = "own_length"`.'),
+    Rule(
+        "recorded", ("loss.noise_floor: file",), 'It only affects reported numbers and the range of `clip_by = "own_length"`.'
+    ),
     Rule(
         "refused",
         _of(
