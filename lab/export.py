@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from offbeat.common.errors import SettingError
 from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config
 from offbeat.common.settings.config import Config
+from offbeat.lab.model_card import write_card
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     """Write the model of a run's checkpoint to `out`, and return that folder; `step` None: of the newest whole checkpoint.
 
     The model is in the layout of transformers, with an adapter merged into it. `only_adapter` writes the adapter alone, in the
-    layout of peft. Raises `SettingError` when that is not possible.
+    layout of peft. Both have a model card, README.md. Raises `SettingError` when that is not possible.
     """
     config = read_run_config(run)
     if only_adapter and not config.lora.rank:
@@ -29,6 +30,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     partial = checkpoints.partial_folder(out)
     partial.mkdir(parents=True, exist_ok=True)
     (_write_adapter if only_adapter else _write_model)(config, weights, partial)
+    write_card(run, config, checkpoints.version_of(folder), partial, is_adapter=only_adapter)
     checkpoints.put_in_place(out)
     return out
 

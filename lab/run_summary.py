@@ -109,12 +109,16 @@ class RunSettings(NamedTuple):
 def read_settings(run_folder: Path) -> RunSettings:
     """Return the settings of a run; none where its config is missing or damaged."""
     try:
-        text = (run_folder / CONFIG_FILE).read_text(encoding="utf-8")
-        return RunSettings(text, tomllib.loads(text))
+        return parse_settings((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return RunSettings("", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         return RunSettings(f"# {CONFIG_FILE} could not be read: {error}", {})
+
+
+def parse_settings(text: str) -> RunSettings:
+    """Return the settings of a config's text. Raises `TOMLDecodeError`."""
+    return RunSettings(text, tomllib.loads(text))
 
 
 def _flatten(sections: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

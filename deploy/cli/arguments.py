@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 QUICKSTART = Path(__file__).parent.parent / "local" / "quickstart" / "quickstart.toml"
 """The config of commands that are given none."""
+SMOLLM2 = QUICKSTART.with_name("smollm2.toml")
+"""The config of `offbeat demo`."""
 
 Arguments = Annotated[
     list[str] | None,

@@ -144,17 +144,29 @@ def export_command(
         Path | None, typer.Option(metavar="DIR", help="Folder to create. [default: RUN/model-step-N, or RUN/adapter-step-N]")
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in peft's layout.")] = False,
+    pushed: Annotated[
+        str, typer.Option("--push", metavar="OWNER/NAME", help="Also upload it to the Hugging Face Hub under this name.")
+    ] = "",
+    private: Annotated[bool, typer.Option("--private", help="With --push: a new model is visible to its owner alone.")] = False,
 ) -> None:
-    """Save the model of a checkpoint for transformers and vLLM. The run may still be going."""
+    """Save the model of a checkpoint for transformers and vLLM, with a model card. The run may still be going."""
+    from huggingface_hub import HfApi
+
     from offbeat.common.processes.environment import prepare_environment
     from offbeat.lab.export import export
+    from offbeat.lab.model_card import check_push, push
 
     configure_logs("export")
+    hub = HfApi()
+    if pushed:
+        check_push(pushed, hub)
     prepare_environment()
     folder = export(run, step=step, out=out, only_adapter=adapter)
     typer.echo(folder)
     loads = "peft loads it onto the base model" if adapter else "transformers and vLLM load it by its path"
     typer.echo(f"wrote {folder}; {loads}", err=True)
+    if pushed:
+        typer.echo(push(folder, pushed, hub, is_private=private))
 
 
 def serve_command(

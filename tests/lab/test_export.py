@@ -60,7 +60,7 @@ def test_exported_adapter_is_one_that_peft_puts_on_the_base_model(tiny_model: Pa
     (weights,) = train(tmp_path / "run", make_config(tiny_model, lora=LoraSection(rank=4)))
     out = export(tmp_path / "run", step=None, out=None, only_adapter=True)
     assert out == tmp_path / "run" / "adapter-step-00000001"
-    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in out.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     merged = PeftModel.from_pretrained(load(tiny_model), str(out)).merge_and_unload()
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(parameter, weights[name], rtol=0, atol=1e-6)
