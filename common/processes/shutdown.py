@@ -31,7 +31,7 @@ LAUNCHED_VARIABLE = "OFFBEAT_LAUNCHED"
 
 
 class StopRequest:
-    """A flag that SIGTERM, SIGINT or `ask` set to ask the service to drain; a second signal ends the service at once.
+    """A flag that SIGTERM, SIGINT, SIGHUP (its terminal was closed) or `ask` set to ask the service to drain; a second signal ends the service at once.
 
     Work that does not look at the flag runs in `at_once`, where the first signal ends the process.
     """
@@ -46,9 +46,10 @@ class StopRequest:
         """Monotonic time of that; None before it."""
 
     def install(self) -> "StopRequest":
-        """Handle SIGTERM and SIGINT from now on (main thread only); return this request."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """Handle SIGTERM, SIGINT and SIGHUP from now on (main thread only); return this request. nohup's SIGHUP stays ignored."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         return self
 
     def ask(self, reason: str) -> None:
@@ -74,6 +75,9 @@ class StopRequest:
             self._last_words = outer
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            # A closed terminal sends it twice: by its shell, and by the kernel.
+            signal.signal(number, signal.SIG_IGN)
         if self._last_words is not None:
             # Not through the log: the signal may have interrupted a log line, whose stream cannot be entered again.
             _say(f"{signal.Signals(number).name}: {self._last_words}")
@@ -92,7 +96,9 @@ class StopRequest:
 def _say(text: str) -> None:
     # A full pipe that nobody reads must not keep the process from stopping.
     if select.select([], [2], [], 0)[1]:
-        os.write(2, f"{text}\n".encode())
+        # The terminal may be closed.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())
 
 
 def die_with_parent(parent_pid: int) -> None:

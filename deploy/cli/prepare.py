@@ -57,7 +57,7 @@ def environments_command(
         str, typer.Option(help="Also look for frameworks and their environments in this Python (environment.python).")
     ] = "",
 ) -> None:
-    """List the environments that are here: functions of this folder, frameworks, and packages of theirs."""
+    """List the available environments: functions in this folder, frameworks, and their packages."""
     from offbeat.deploy.local.environments import find_environments
 
     found = find_environments(python)

@@ -270,8 +270,8 @@ class Launcher:
             return 0
         logger.info("%s: asking the learner to stop", self._stop.reason)
         # The learner records its signal as the reason of its end. Only SIGTERM pauses a run that has `run.grace_s`.
-        is_interrupt = self._stop.reason == "SIGINT" and self._config.run.grace_s is None
-        self._learner.ask_to_stop(signal.SIGINT if is_interrupt else signal.SIGTERM)
+        is_users = self._stop.reason in ("SIGINT", "SIGHUP") and self._config.run.grace_s is None
+        self._learner.ask_to_stop(signal.Signals[self._stop.reason] if is_users else signal.SIGTERM)
         while (status := self._learner.status) is None:
             time.sleep(LOOK_S)
         return status

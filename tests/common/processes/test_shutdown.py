@@ -1,4 +1,4 @@
-"""Signals: heeded at once where nothing would look at a flag, and orderly elsewhere."""
+"""Signals: they take effect at once where nothing would look at a flag, and orderly elsewhere."""
 
 import os
 import signal
@@ -55,6 +55,25 @@ def test_signal_elsewhere_is_acknowledged_at_once_and_ends_the_work_in_order() -
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "asked by SIGINT\n")
     assert errors == "SIGINT: stops after the work under way; again: ends at once\n"
+
+
+def test_closed_terminal_ends_the_work_in_order_although_it_says_so_twice() -> None:
+    process = start(WORKING.replace("AFTER", "time.sleep(0.5)"))
+    assert process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None and process.stdout.readline() == "asked by SIGHUP\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 0
+
+
+def test_nohup_keeps_the_work_going_when_its_terminal_is_closed() -> None:
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    process = start(ignored + WORKING.replace("AFTER", ""))
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert output == "asked by SIGTERM\n"
 
 
 def test_signal_after_a_wish_to_stop_is_a_first_signal_and_the_wish_stays_the_reason() -> None:
