@@ -31,7 +31,7 @@ LAUNCHED_VARIABLE = "OFFBEAT_LAUNCHED"
 
 
 class StopRequest:
-    """A flag that SIGTERM, SIGINT, SIGHUP (its terminal was closed) or `ask` set to ask the service to drain; a second signal ends the service at once.
+    """A flag that SIGTERM, SIGINT, SIGHUP or `ask` set to ask the service to drain; a second signal ends the service at once.
 
     Work that does not look at the flag runs in `at_once`, where the first signal ends the process.
     """
@@ -46,7 +46,7 @@ class StopRequest:
         """Monotonic time of that; None before it."""
 
     def install(self) -> "StopRequest":
-        """Handle SIGTERM, SIGINT and SIGHUP from now on (main thread only); return this request. nohup's SIGHUP stays ignored."""
+        """Handle these signals from now on (main thread only); return this request. SIGHUP stays ignored under nohup."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)

@@ -60,6 +60,8 @@ class MetricsWriter:
         with self._lock:
             if math.isnan(row.time):
                 row = msgspec.structs.replace(row, time=self._clock())
+            if isinstance(row, rows.StepRow) and self._rows.is_elsewhere():
+                self._begin_again()
             self._append_row(row)
             if self._rows.num_bytes > self._shorten_at:
                 self._shorten()
@@ -81,6 +83,18 @@ class MetricsWriter:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _begin_again(self) -> None:
+        """Open a new file in the place of one that somebody has deleted or moved."""
+        path = self._rows.path
+        try:
+            again = _AppendFile(path)
+        except OSError:
+            # The folder is gone too, which the rollout log reports.
+            return
+        self._rows.close()
+        self._rows = again
+        logger.warning("%s was deleted or moved away; the rows from here on are in a new file", path)
 
     def _append_row(self, row: rows.Row) -> None:
         lines = rows.encode_row(row)
@@ -194,6 +208,13 @@ class _AppendFile:
                 os.ftruncate(self._fd, self.num_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.num_bytes += len(data)
+
+    def is_elsewhere(self) -> bool:
+        """Return whether the path names another file by now, or none."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
 
     def end_torn_line(self) -> None:
         """Start a new line if a killed process left the last one unfinished."""

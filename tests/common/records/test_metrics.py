@@ -4,6 +4,7 @@ import ctypes
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_file_that_has_grown_too_large_loses_its_older_details_and_nothing_else(
     assert details == sorted(details) and details[-1] == 299 and details[0] > 0 and len(details) < 900
     assert not list(tmp_path.glob("*.shorter"))
     assert any("were deleted, to bound its size" in text for text in caplog.messages)
+
+
+def test_rows_after_the_file_was_deleted_are_in_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(step(1))
+        (tmp_path / "metrics.jsonl").unlink()
+        metrics.write(step(2))
+        assert rows_of(tmp_path) == [msgspec.structs.replace(step(2), time=rows_of(tmp_path)[0].time)]
+        shutil.rmtree(tmp_path)
+        metrics.write(step(3))
+    assert [record.getMessage().split("; ")[1] for record in caplog.records] == ["the rows from here on are in a new file"]
 
 
 def test_row_keeps_the_time_it_brings(tmp_path: Path):
