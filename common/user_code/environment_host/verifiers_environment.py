@@ -17,7 +17,9 @@ import argparse
 import asyncio
 import contextlib
 import contextvars
+import functools
 import json
+import ssl
 import sys
 import tempfile
 import traceback
@@ -29,6 +31,8 @@ from typing import Any
 import httpx
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+from verifiers.v1.clients import eval as eval_clients  # pyright: ignore[reportMissingImports]
+from verifiers.v1.clients.base import DEFAULT_LIMITS  # pyright: ignore[reportMissingImports]
 from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
 from verifiers.v1.configs.env import EnvConfig  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
@@ -52,6 +56,18 @@ PLAIN_LOOPS = (None, "null")
 MAY_PASS = ("InterceptionError", "SandboxError", "TunnelError")
 """Errors of verifiers that say nothing about task or model."""
 _arguments: contextvars.ContextVar[argparse.Namespace] = contextvars.ContextVar("arguments")
+
+
+_certificates = functools.cache(ssl.create_default_context)
+
+
+def build_client(config: Any) -> httpx.AsyncClient:
+    """Return a client of an endpoint, as verifiers builds it. It would read the machine's certificates for each episode."""
+    limits = httpx.Timeout(**config.timeout.model_dump())
+    return httpx.AsyncClient(timeout=limits, limits=DEFAULT_LIMITS, verify=_certificates())
+
+
+eval_clients.build_async_httpx = build_client
 
 
 class ChatHarness(NullHarness):
