@@ -83,7 +83,7 @@ async def look(key: str) -> str:
 async def main():
     info = {"vision": False, "function_calling": True, "json_output": False, "family": "unknown", "structured_output": False}
     client = OpenAIChatCompletionClient(model="policy", base_url=sys.argv[1], api_key="none", model_info=info)
-    agent = AssistantAgent("player", client, tools=[look], reflect_on_tool_use=True, system_message="Play.")
+    agent = AssistantAgent("player", client, tools=[look], max_tool_iterations=2, system_message="Play.")
     print((await agent.run(task="a?")).messages[-1].content)
 
 asyncio.run(main())
