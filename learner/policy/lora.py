@@ -79,7 +79,8 @@ def _import_peft(rank: int) -> Any:
 def _matching_layers(policy: PreTrainedModel, target_modules: tuple[str, ...]) -> list[str]:
     """Return the whole names of the linear layers that the targets match; raise `SettingError` for one that matches none."""
     head = policy.get_output_embeddings()
-    linear = [name for name, module in policy.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    # Llama 4's routers are of a class made of it, and return two tensors.
+    linear = [name for name, module in policy.named_modules() if type(module) is nn.Linear and module is not head]
     if not linear:
         problem = f"{type(policy).__name__} has no linear layers to adapt"
         raise SettingError("lora.target_modules", target_modules, problem, "Leave lora.rank at 0.")

@@ -35,6 +35,11 @@ PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 12], [20], [11, 12, 13, 14, 15, 16, 17, 18]
 def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
     if kind == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
+    if kind == "own caches":
+        # The model could have a paged cache; it gets those of other families.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offbeat.actor.engines.transformers_engine._choose_attention", lambda model: False)
+            return start("transformers", folder, records_experts=records_experts)
     return make_engine(
         kind,  # pyright: ignore[reportArgumentType]
         str(folder),
@@ -47,7 +52,7 @@ def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
     )
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
+@pytest.fixture(scope="module", params=["vllm", "transformers", "own caches"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -368,10 +373,11 @@ def routed(reference: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     return routing.experts.sort().values
 
 
-def test_completions_come_with_the_experts_that_sampled_them(tiny_moe_model):
+@pytest.mark.parametrize("kind", ["transformers", "own caches"], indirect=True)
+def test_completions_come_with_the_experts_that_sampled_them(kind, tiny_moe_model):
     """Of each version's tokens those of its weights; a restart under new weights replaces what was recorded before."""
     references = [load_reference(tiny_moe_model, seed) for seed in (11, 12)]
-    engine = start("transformers", tiny_moe_model, records_experts=True)
+    engine = start(kind, tiny_moe_model, records_experts=True)
     for recompute_kv in (True, False):
         load(engine, references[0], 0)
         for index in range(8):
@@ -418,6 +424,7 @@ def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts()
     assert _routed_experts(None, num_tokens=2) is None
 
 
+@pytest.mark.parametrize("kind", ["vllm", "transformers"], indirect=True)
 def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
     own = {"vllm": "logprobs_mode", "transformers": "return_logprobs"}[kind]
     for options, message in (({own: 1}, "not an option, because"), ({"no_such_option": 1}, "no such option")):

@@ -16,6 +16,7 @@ from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_paramet
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import deepspeed_config, make_engine
+from tests.families import make_family
 from tests.learner.training.trainer_cases import SGD, make_config
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,15 @@ def test_every_linear_layer_but_the_head_is_adapted_and_the_rest_frozen(tiny_unt
 def test_of_experts_only_the_attention_is_adapted(tiny_moe_model):
     names = {layer.rpartition(".")[2] for layer in adapted_layers(load_adapted(tiny_moe_model))}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_routers_of_a_class_made_of_a_linear_layer_are_not_adapted(tmp_path, tiny_model):
+    make_family(tmp_path, "Llama 4", tiny_model)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path)
+    add_adapter(policy, rank=2, alpha=4.0, target_modules=())
+    adapted = [name for name, _ in policy.named_parameters() if "lora_A" in name]
+    assert any("shared_expert" in name for name in adapted)
+    assert not any("router" in name for name in adapted)
 
 
 def test_a_shared_expert_is_adapted_without_those_beside_it():
