@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.lab.study.trials import BASELINE, Point, StudyRow
+from offbeat.lab.study.trials import BASELINE, LEAST_WIDTH, Point, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE, AgainstBaseline, Estimate, compare_with_baseline, estimate
 
 TARGET = 0.9
@@ -66,7 +66,7 @@ def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[Meth
         if Condition(row.task, row.noise, row.lag) == condition:
             by_method.setdefault(row.method, []).append(row)
     rewards = {method: {row.seed: row.final_reward for row in of_method} for method, of_method in by_method.items()}
-    compared = compare_with_baseline(rewards, BASELINE)
+    compared = compare_with_baseline(rewards, BASELINE, least_width=LEAST_WIDTH)
     return [_result(method, of_method, compared.get(method)) for method, of_method in by_method.items()]
 
 

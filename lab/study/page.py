@@ -17,6 +17,7 @@ from offbeat.lab.study.analysis import (
     conditions,
     signs_of_collapse,
 )
+from offbeat.lab.study.claims import CLAIMS, Finding, find, verdict
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
@@ -55,8 +56,6 @@ def _color(reward: float) -> str:
 
 
 BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of results -->"
-_NO_SPREAD = 1e-6
-"""Width of an interval of differences that are equal but for rounding."""
 
 
 def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:
@@ -76,7 +75,7 @@ def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path)
     pictures = {folder / _picture_name(task, noise): _picture(rows, task, noise) for task, noise in _tables(rows)}
     for file, svg in pictures.items():
         file.write_text(svg, encoding="utf-8")
-    results = "\n\n".join([_overview(rows), *_sections(rows, folder), _signs(rows), *_probe_sections(probes)])
+    results = "\n\n".join([_overview(rows), *_sections(rows, folder), _claims(rows), _signs(rows), *_probe_sections(probes)])
     page.write_text(f"{before}{BEGIN}\n\n{results}\n\n{END}{after}", encoding="utf-8")
     return [page, *pictures]
 
@@ -140,8 +139,7 @@ def _method_line(result: MethodResult) -> tuple[str, ...]:
     if against is not None:
         low, high = against.compared.low, against.compared.high
         difference = f"{against.compared.difference:+.3f}"
-        # Rewards are means of few answers: three runs may differ by the same number of them, which is no certainty.
-        if low is not None and high is not None and high - low > _NO_SPREAD:
+        if low is not None and high is not None:
             difference += f" ({low:+.3f} to {high:+.3f})"
             p_value = f"{against.adjusted_p:.2g}"
             difference = f"**{difference}**" if against.is_significant else difference
@@ -156,6 +154,30 @@ def _method_line(result: MethodResult) -> tuple[str, ...]:
         "–" if result.steps_to_target is None else f"{result.steps_to_target:g}",
         f"{result.num_stopped}",
     )
+
+
+def _claims(rows: Sequence[StudyRow]) -> str:
+    """Return the claims with the verdicts that their intervals allow, and each difference."""
+    found = {claim.text: find(claim, rows) for claim in CLAIMS}
+    verdicts = _markdown(("claim", "verdict"), [(text, verdict(of_claim)) for text, of_claim in found.items()])
+    lines = [_finding_line(text, finding) for text, of_claim in found.items() for finding in of_claim]
+    heads = ("claim", "difference", "seeds", f"mean ({PAIRED_CONFIDENCE:.0%})", "p (Holm)")
+    text = (
+        "### Claims, held to their intervals\n\nA claim is confirmed if each of its differences is above 0: the whole "
+        "interval, and p < 0.05 after\nHolm's correction for the claim's differences. Where an interval holds 0 the seeds "
+        "cannot tell, which does not mean that there is no\ndifference."
+    )
+    return f"{text}\n\n{verdicts}\n\n{_markdown(heads, lines)}"
+
+
+def _finding_line(claim: str, finding: Finding) -> tuple[str, ...]:
+    compared = finding.compared
+    mean = f"{compared.difference:+.3f}"
+    if compared.low is not None and compared.high is not None:
+        mean += f" ({compared.low:+.3f} to {compared.high:+.3f})"
+    mean = f"**{mean}**" if finding.sign else mean
+    p_value = "–" if finding.adjusted_p is None else f"{finding.adjusted_p:.2g}"
+    return claim, f"{finding.difference}", f"{compared.num_seeds[0]}", mean, p_value
 
 
 def _signs(rows: Sequence[StudyRow]) -> str:

@@ -14,6 +14,8 @@ from offbeat.common.settings.objectives import DEFAULTS
 ROWS_FILE = "rows.jsonl"
 BASELINE = "gspo"
 """The method that all others are compared with: offbeat's default."""
+LEAST_WIDTH = 1e-3
+"""Least width of an interval. Below it, runs differ by the same number of answers, which is chance and no certainty."""
 LAGS = (0, 1, 4, 16, 64)
 NOISES = (0.0, 0.01, 0.05, 0.2)
 """Standard deviations of the noise on logits, in nats: none, about bfloat16's on the quick start, and two coarser engines."""

@@ -11,7 +11,7 @@ import bisect
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TypeVar
 
@@ -55,6 +55,12 @@ class Comparison:
     p_value: float | None
     """Result of Welch's two-sided test; None where either value has fewer than two seeds."""
     num_seeds: tuple[int, int]
+
+    def wider_than(self, least_width: float) -> "Comparison":
+        """Return the comparison itself, or without interval and p-value where the interval is not wider than `least_width`."""
+        if self.low is None or self.high is None or self.high - self.low > least_width:
+            return self
+        return replace(self, low=None, high=None, p_value=None)
 
     @property
     def is_told_apart(self) -> bool:
@@ -221,14 +227,17 @@ class AgainstBaseline:
         return self.adjusted_p is not None and self.adjusted_p < SIGNIFICANT
 
 
-def compare_with_baseline(values: Mapping[Name, Mapping[int, float]], baseline: Name) -> dict[Name, AgainstBaseline]:
+def compare_with_baseline(
+    values: Mapping[Name, Mapping[int, float]], baseline: Name, *, least_width: float = -1.0
+) -> dict[Name, AgainstBaseline]:
     """Return the comparison of each other value with the baseline, by numbers of each value's runs by seed.
 
-    Values without a seed of the baseline's are left out.
+    Values without a seed of the baseline's are left out. Those with one seed, or an interval that is not wider than
+    `least_width`, have no p-value and are not among those that Holm's correction counts.
     """
     own = values.get(baseline, {})
     every = {name: compare_pairs(own, numbers) for name, numbers in values.items() if name != baseline}
-    compared = {name: one for name, one in every.items() if one is not None}
+    compared = {name: one.wider_than(least_width) for name, one in every.items() if one is not None}
     tested = {name: one.p_value for name, one in compared.items() if one.p_value is not None}
     adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {name: AgainstBaseline(one, adjusted.get(name)) for name, one in compared.items()}

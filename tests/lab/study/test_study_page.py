@@ -18,29 +18,36 @@ def make_row(method: str, seed: int, final: float, *, noise: float = 0.0) -> Stu
     )
 
 
-ROWS = [make_row("gspo", 0, 0.5), make_row("gspo", 1, 0.6), make_row("grpo", 0, 0.8), make_row("grpo", 1, 0.90001)]
+ROWS = [make_row("gspo", 0, 0.5), make_row("gspo", 1, 0.6), make_row("grpo", 0, 0.8), make_row("grpo", 1, 0.901)]
 
 
 def test_results_are_put_between_the_marks_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n")
     written = write_page(ROWS, [], page)
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
-    assert "old" not in text
+    assert "earlier" not in text
     assert written == [page, tmp_path / "page" / "reversal.svg"]
     assert "| `reversal` | 4 | 2 | 4 | 0 | 2 | 0 | 36 | 0.04 |" in text
-    # Differences 0.3 and 0.30001 hardly spread: marked.
-    assert "| `grpo` | 2 | 0.850 | 0.635 | **+0.300 (+0.300 to +0.300)** |" in text
-    # Those of 0.3 and 0.3 do not: without a test.
-    write_page([*ROWS[:3], make_row("grpo", 1, 0.9)], [], page)
+    # Differences of 0.3 and 0.301 hardly spread: marked.
+    assert "| `grpo` | 2 | 0.851 | 0.642 | **+0.301 (+0.294 to +0.307)** |" in text
+    # Those of 0.3 and 0.30001 do not: an interval of no width is no certainty, and there is no test.
+    write_page([*ROWS[:3], make_row("grpo", 1, 0.90001)], [], page)
     assert "| `grpo` | 2 | 0.850 | 0.635 | +0.300 | – |" in page.read_text()
     write_page(ROWS, [], page)
     assert text.index("| `grpo`") < text.index("| `gspo`"), "the best comes first"
     again = page.read_bytes()
     write_page(ROWS, [], page)
     assert page.read_bytes() == again
+
+
+def test_only_the_generated_results_say_that_a_claim_is_confirmed() -> None:
+    before, _, rest = (DOCS / "study.md").read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    for line in (before + after).splitlines():
+        assert "confirmed" not in line.replace("Whether a claim is confirmed", ""), line
 
 
 def test_a_page_without_marks_or_rows_is_refused(tmp_path: Path) -> None:
