@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Seconds between two looks at the processes."""
+STOP_S = 60.0
+"""Longest time that the learner has for its last checkpoint once an actor has been given up."""
 LEAVE_S = 20.0
 """Seconds the actors may take to leave after the learner has ended."""
 FIRST_WAIT_S = 1.0
@@ -282,11 +284,19 @@ class Launcher:
             self._keep_running(self._actors[index], lambda: self._start_actor(index))
         except LaunchError as error:
             if index < self._num_first:
+                self._let_learner_stop()
                 raise
             logger.error("%s The run continues without it until scale.actors changes", error)
             del self._actors[index]
             wanted, num_lost = self._given_up
             self._given_up = (wanted, num_lost + 1)
+
+    def _let_learner_stop(self) -> None:
+        """Ask the learner to stop, and wait for its last checkpoint and its final row: otherwise it is killed without them."""
+        self._learner.ask_to_stop()
+        deadline = time.monotonic() + STOP_S
+        while self._learner.status is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
 
     def _follow(self, report: StatusReport) -> None:
         """Start more actors, or ask the newest to leave, as the learner's report wants."""

@@ -190,6 +190,15 @@ def test_mistake_that_only_an_actor_sees_ends_the_run_with_the_end_of_its_log(se
         services.launcher().run()
 
 
+def test_learner_may_write_its_checkpoint_when_an_actor_is_given_up(services: Services) -> None:
+    stopped = "import signal; signal.signal(signal.SIGTERM, lambda *_: ((folder / 'saved').touch(), sys.exit(0)))\n"
+    services.does("learner", f"{stopped}(folder / 'ready').touch()\n{WORK}")
+    services.does("actor-0", "while not (folder / 'ready').exists(): time.sleep(0.02)\nsys.exit(2)")
+    with pytest.raises(LaunchError, match="actor-0 ended with exit status 2"):
+        services.launcher().run()
+    assert (services.folder / "saved").exists()
+
+
 def test_learner_that_gave_up_is_not_started_again(services: Services) -> None:
     services.does("learner", "sys.exit(3)")
     with pytest.raises(LaunchError, match="learner ended with exit status 3"):
