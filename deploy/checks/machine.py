@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.records.run_folder import check_run_folder, locked
@@ -19,7 +21,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.sequence_parallel import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices.inventory import find_gpus
-from offbeat.deploy.local.devices.memory import engine_need, learner_need, model_sizes
+from offbeat.deploy.local.devices.memory import check_cpu_run, engine_need, learner_need, model_sizes
 from offbeat.deploy.local.devices.plan import check_indices, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
@@ -163,6 +165,9 @@ def show_devices(config: Config) -> Iterator[Finding]:
     if sizes := model_sizes(config.model.path):
         yield Finding("note", f"on a GPU each learner process would take, estimated: {learner_need(config, sizes)}")
         yield Finding("note", f"on a GPU each actor would take at least: {engine_need(config, sizes)}")
+    if not inventory.gpus:
+        # As above: a run that exceeds this machine may be meant for another.
+        yield from (Finding("warning" if one.kind == "mistake" else one.kind, one.text) for one in _check_cpu_memory(config))
 
 
 def check_devices(config: Config) -> Iterator[Finding]:
@@ -177,6 +182,33 @@ def check_devices(config: Config) -> Iterator[Finding]:
     if plan is not None:
         yield from (Finding("warning", text) for text in plan.warnings)
         yield from (Finding("note", text) for text in plan.notes)
+    else:
+        yield from _check_cpu_memory(config)
+
+
+def _check_cpu_memory(config: Config) -> Iterator[Finding]:
+    """Find a run that this machine's memory cannot hold; note its sums, with a warning where too little is free now."""
+    sizes = model_sizes(config.model.path, asks_hub=False)
+    if sizes is None:
+        return
+    total, free = memory_here()
+    try:
+        (text,) = check_cpu_run(config, sizes, total_bytes=total, free_bytes=free)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
+    yield Finding("note", text)
+
+
+def memory_here(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[float, float]:
+    """Return the memory in bytes that processes here may have in all, by a container's limit too, and what is free of it."""
+    memory = psutil.virtual_memory()
+    total = float(memory.total)
+    # Absent at the root of the hierarchy and on other systems; "max" where there is no limit.
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    if text.isdecimal():
+        total = min(total, float(text))
+    return total, min(total, float(memory.available))
 
 
 def check_groups_of_processes(config: Config) -> Iterator[Finding]:

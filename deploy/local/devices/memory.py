@@ -4,7 +4,8 @@ Weights, optimizer, gradients and buffers are arithmetic, which tests hold to wh
 follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
 and the kernels take is an estimate. No run on a GPU has checked these sums yet.
 
-A device plan whose sums exceed a GPU is refused, with the arithmetic and the settings that would make them fit.
+A device plan whose sums exceed a GPU is refused, with the arithmetic and the settings that would make them fit. So is a run
+without GPUs that exceeds the machine's memory; its sums were compared with real processes (docs/benchmarks.md).
 """
 
 import math
@@ -74,6 +75,12 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
 
 
 GIB = float(1 << 30)
+LEARNER_LIBRARIES = 1.0 * GIB
+"""Memory of a learner process on a CPU before it loads a model."""
+ENGINE_LIBRARIES = 1.2 * GIB
+"""Memory of an actor on a CPU before it loads a model."""
+CPU_KV_CACHE = 0.25 * GIB
+"""Least KV cache of vLLM on a CPU; the transformers engine allocates as it goes."""
 CONTEXT_BYTES = 1.0 * GIB
 """CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
 ENGINE_BYTES = 1.5 * GIB
@@ -176,6 +183,28 @@ def engine_need(config: Config, sizes: ModelSizes) -> Need:
             MemoryPart("weights", _engine_weights(config, sizes) / parallel),
             MemoryPart("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
             MemoryPart("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
+        )
+    )
+
+
+def cpu_learner_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the peak memory of one learner process without a GPU."""
+    # An optimizer in host memory is one in this memory.
+    on_cpu = replace(config, train=replace(config.train, deepspeed={}))
+    parts = (part for part in learner_need(on_cpu, sizes).parts if part.name != "CUDA")
+    sent = MemoryPart("weights to send", sizes.num_parameters * _BYTES[config.model.dtype])
+    return Need((*parts, sent, MemoryPart("libraries", LEARNER_LIBRARIES, True)))
+
+
+def cpu_actor_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the memory of one actor without a GPU. New weights arrive beside those that sample."""
+    weights = _engine_weights(config, sizes)
+    return Need(
+        (
+            MemoryPart("weights", weights),
+            MemoryPart("new weights", weights),
+            MemoryPart("KV cache", max(CPU_KV_CACHE, FULL_LENGTH * completion_bytes(config, sizes))),
+            MemoryPart("libraries", ENGINE_LIBRARIES, True),
         )
     )
 
@@ -327,6 +356,28 @@ def _check_given_share(config: Config, need: Need, room: Room, learner: Need) ->
     return [f"{setting}: {problem}; the sum is partly an estimate, so the run starts all the same."] * (
         total > room.gpu.free_bytes
     )
+
+
+def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free_bytes: float) -> list[str]:
+    """Return the sums of a run on this machine's CPUs in words; raise `SettingError` where they exceed its memory.
+
+    Only the parts that are not estimated lead to the error.
+    """
+    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), config.launch.num_actors
+    total = _cpu_bytes(config, sizes)
+    certain = config.launch.learner_processes * learner.certain_bytes + num_actors * actor.certain_bytes
+    each = f"{config.launch.learner_processes} x learner: {learner}; {num_actors} x actor: {actor}"
+    words = f"without a GPU the run takes up to {gib(total)} GiB, and {gib(free_bytes)} of {gib(total_bytes)} GiB are free"
+    if certain > total_bytes:
+        cure = _cure(config, [_one_actor, _checkpointed, _small_batches], lambda one: _cpu_bytes(one, sizes) <= total_bytes)
+        raise SettingError("model.path", config.model.path, f"{words} ({each})", cure)
+    return [f"{words} ({each})"]
+
+
+def _cpu_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the memory of all processes of a run without GPUs."""
+    learners = config.launch.learner_processes * cpu_learner_need(config, sizes).num_bytes
+    return learners + config.launch.num_actors * cpu_actor_need(config, sizes).num_bytes
 
 
 def learner_cure(config: Config, sizes: ModelSizes, free_bytes: float) -> str:

@@ -5,8 +5,10 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import psutil
 import pytest
 
 from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection
@@ -16,11 +18,12 @@ from offbeat.deploy.checks.machine import (
     check_folder,
     check_ports,
     check_variables,
+    memory_here,
     show_devices,
 )
 from offbeat.deploy.local.devices import inventory
 from offbeat.deploy.local.devices.inventory import Device
-from offbeat.deploy.local.devices.memory import engine_need, learner_need, sizes_of
+from offbeat.deploy.local.devices.memory import cpu_actor_need, cpu_learner_need, engine_need, learner_need, sizes_of
 from tests.deploy.local.devices.machines import QWEN3_600M
 
 # The model is a folder, so that no hub is asked.
@@ -100,12 +103,56 @@ def test_sums_are_told_where_the_gpus_are_on_other_machines(
     config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16"), launch=launch)
     if num_processes == 1:
         monkeypatch.setattr(inventory, "list_devices", list)
-    notes = [finding.text.partition(": ")[::2] for finding in show_devices(config)]
+    notes = [finding.text.partition(": ")[::2] for finding in show_devices(config) if "on a GPU" in finding.text]
     sizes = sizes_of(QWEN3_600M)
     assert notes == [
         ("on a GPU each learner process would take, estimated", str(learner_need(config, sizes))),
         ("on a GPU each actor would take at least", str(engine_need(config, sizes))),
     ]
+
+
+class Memory(NamedTuple):
+    """The part of `psutil.virtual_memory()` that the check reads."""
+
+    total: int
+    available: int
+
+
+@pytest.fixture
+def cpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run of Qwen3-0.6B on a machine without GPUs."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
+    monkeypatch.setattr(inventory, "list_devices", list)
+    return msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16", max_length=64))
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(64, True), (8, False)])
+def test_run_without_gpus_is_refused_where_its_certain_memory_exceeds_the_machines(
+    gib: int, fits: bool, cpu_run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(gib << 30, 5 << 30))
+    (found,) = check_devices(cpu_run)
+    assert found.kind == ("note" if fits else "mistake")
+    assert f"5.0 of {gib}.0 GiB are free" in found.text
+    sizes = sizes_of(QWEN3_600M)
+    assert f"1 x learner: {cpu_learner_need(cpu_run, sizes)}; 1 x actor: {cpu_actor_need(cpu_run, sizes)}" in found.text
+    # It may be meant for another machine.
+    assert [finding.kind for finding in show_devices(cpu_run)][-1] == ("note" if fits else "warning")
+
+
+def test_memory_of_a_run_without_gpus_counts_every_actor(cpu_run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(32 << 30, 5 << 30))
+    many = msgspec.structs.replace(cpu_run, launch=LaunchSection(num_actors=16))
+    (found,) = check_devices(many)
+    assert found.kind == "mistake"
+    assert "16 x actor" in found.text and "Set launch.num_actors=1" in found.text
+
+
+@pytest.mark.parametrize(("text", "gib"), [("max", 8), (f"{2 << 30}", 2), (f"{64 << 30}", 8)])
+def test_containers_limit_of_memory_counts(text: str, gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(8 << 30, 4 << 30))
+    (tmp_path / "memory.max").write_text(f"{text}\n")
+    assert memory_here(tmp_path / "memory.max") == (gib << 30, min(gib, 4) << 30)
 
 
 @pytest.mark.parametrize(
