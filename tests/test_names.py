@@ -40,7 +40,14 @@ NO_IDENTIFIERS = {
     *("reversal_batch8", "reversal_batch32", "reversal_batch64"),  # tasks of the study, named after their sizes
     *("ANTHROPIC_BASE_URL", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "PAGER", "PIP_EXTRA_INDEX_URL"),  # of the environment
     *("COPY", "landlock_create_ruleset"),  # of the system
-    *("ChatOpenAI", "GraphRecursionError", "flash_attn.cute", "fp8_per_block", "llama3_json"),  # of libraries
+    *(
+        "ChatOpenAI",
+        "GraphRecursionError",
+        "flash_attn.cute",
+        "fp8_per_block",
+        "llama3_json",
+        "reflect_on_tool_use",
+    ),  # of libraries
     # Settings of other frameworks.
     *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_penalty", "pg_clip_high", "pg_clip_low"),
     *("ppo_epochs", "rl_loss_coef", "seq_mean_k2", "seq_mean_k3", "target_kl", "train_infer_correction"),
