@@ -52,7 +52,6 @@ def join_process_group() -> LearnerRank:
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        _take_memory(device)
     if not dist.is_initialized():
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         if world_size == 1:
@@ -74,15 +73,16 @@ def _choose_interface() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", named[0])
 
 
-def _take_memory(device: torch.device) -> None:
+def take_memory(device: torch.device) -> None:
     """Take this process's share of a GPU that actors share, then signal the launcher, which starts the actors only after that.
 
-    An engine measures at its start what is free; what the learner took later would be missing from the engine's part.
+    An engine measures at its start what is free; what the learner took later would be missing from the engine's part. Called
+    when the models are loaded: DeepSpeed hands cached memory back while it makes its engine.
     """
     num_bytes = launcher_number(GPU_BYTES_VARIABLE, 0)
     if num_bytes:
         # Freed at once, and kept by torch's allocator, which serves later tensors from it.
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        torch.empty(max(0, num_bytes - torch.cuda.memory_reserved(device)), dtype=torch.uint8, device=device)
     report_ready()
 
 

@@ -36,7 +36,13 @@ from offbeat.learner.objectives.objective import Objective, make_objective
 from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.policy.networks import Networks, Scored
-from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group, require_same_settings
+from offbeat.learner.policy.process_group import (
+    gather_rows,
+    gather_tensors,
+    join_process_group,
+    require_same_settings,
+    take_memory,
+)
 from offbeat.learner.training.batching import TrainingRow
 from offbeat.learner.training.checkpoints import put_in_place
 from offbeat.learner.training.preparation import Preparation, PreparedMicroBatch, add_lag
@@ -87,6 +93,8 @@ class Trainer:
         self.networks = Networks(config, place)
         self._adaptive = AdaptiveState(kl_coefficient=config.kl.loss_coef or config.kl.reward_coef)
         self._direction = GradientDirection()
+        if self.device.type == "cuda":
+            take_memory(self.device)
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.

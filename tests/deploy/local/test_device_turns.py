@@ -156,12 +156,13 @@ def test_learner_takes_its_part_of_a_shared_gpu_and_then_tells_the_launcher(
 
     monkeypatch.setattr(process_group.torch, "empty", empty)
     device = torch.device("cuda", 1)
-    process_group._take_memory(device)
+    process_group.take_memory(device)
     assert taken == []
     monkeypatch.setenv(GPU_BYTES_VARIABLE, "12345")
     monkeypatch.setenv(READY_VARIABLE, str(file))
-    process_group._take_memory(device)
-    assert taken == [(12345, torch.uint8, device)]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 345)
+    process_group.take_memory(device)
+    assert taken == [(12000, torch.uint8, device)]
     assert file.exists()
 
 

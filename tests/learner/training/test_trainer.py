@@ -396,6 +396,26 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny_model, zero_stage, dty
         trainer.train_batch(groups)
 
 
+def test_the_share_of_a_gpu_is_taken_when_the_models_are_loaded(tiny_model, monkeypatch):
+    from offbeat.learner.policy import networks
+    from offbeat.learner.training import trainer
+
+    order: list[str] = []
+    check_policy = networks.check_policy
+    joined = trainer.join_process_group
+    monkeypatch.setattr(networks, "check_policy", lambda *args: (check_policy(*args), order.append("loaded")))
+    monkeypatch.setattr(trainer, "take_memory", lambda device: order.append(f"taken on {device.type}"))
+
+    class OnGpu(trainer.Trainer):
+        """A trainer that believes to be on a GPU at its end."""
+
+        device = property(lambda self: torch.device("cuda"), lambda self, device: None)
+
+    assert joined().device.type == "cpu"
+    OnGpu(make_config(tiny_model)).close()
+    assert order == ["loaded", "taken on cuda"]
+
+
 def test_a_model_whose_logprobs_the_learner_would_not_compute_is_refused(tmp_path, tiny_model, monkeypatch):
     make_family(tmp_path, "Granite", tiny_model)
     monkeypatch.setattr("offbeat.learner.policy.logprobs.logit_rule", lambda config: LogitRule())
