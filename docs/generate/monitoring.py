@@ -157,9 +157,9 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         "Import [monitoring/grafana.json](monitoring/grafana.json) for a Grafana dashboard of these numbers, and load "
         "[monitoring/alerts.yaml](monitoring/alerts.yaml) for alerts. Numbers whose names end with `_total` are counters since "
         "the process started; all others are gauges. Numbers of a step are those of the newest step.",
-        "Prometheus 2.42 has scraped a real run with these rules: 28 of the 30 panels had data, and the other two need a judge or an "
-        "environment. Grafana itself has not shown the dashboard yet; Grafana's own library (`grafana-foundation-sdk`) reads the "
-        "file without a loss.",
+        "Prometheus 2.42 has scraped a real run with these rules: 28 of the 30 panels had data, and the other two need a judge "
+        "or an environment. Grafana itself has not shown the dashboard yet; Grafana's own library (`grafana-foundation-sdk`) "
+        "reads the file without a loss.",
         "### Learner",
         learner_table,
         "### Actor",
