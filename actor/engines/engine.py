@@ -137,8 +137,8 @@ class Engine(Protocol):
         ...
 
 
-class Sampled(NamedTuple):
-    """A finished completion of `Batches`."""
+class FinishedCompletion(NamedTuple):
+    """A finished completion of `RunningCompletions`."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -147,14 +147,14 @@ class Sampled(NamedTuple):
     """See `Completion.experts`."""
 
 
-class Batches(Protocol):
+class RunningCompletions(Protocol):
     """The unfinished completions of the transformers engine, with what its model keeps of them."""
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
         """Queue a completion of the prompt for each id."""
         ...
 
-    def step(self) -> list[Sampled]:
+    def step(self) -> list[FinishedCompletion]:
         """Sample a token for the running completions; return those that finished."""
         ...
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from offbeat.actor.engines.engine import Sampled
+from offbeat.actor.engines.engine import FinishedCompletion
 from offbeat.common.errors import SettingError
 from offbeat.common.models.routing import record_routing
 
@@ -72,8 +72,8 @@ class OwnCaches:
         batch = _Batch(list(request_ids), list(prompt), max_new_tokens, temperature, None, *empty)
         self._batches.append(batch)
 
-    def step(self) -> list[Sampled]:
-        finished: list[Sampled] = []
+    def step(self) -> list[FinishedCompletion]:
+        finished: list[FinishedCompletion] = []
         for batch in self._batches:
             logits = self._next_logits(batch)
             logprobs = (logits.float() / batch.temperature).log_softmax(dim=-1)
@@ -132,9 +132,9 @@ class OwnCaches:
             batch.experts.append(routing.experts.to(torch.uint8).unflatten(0, ids.shape))
         return outputs.logits
 
-    def _sampled(self, batch: _Batch, row: int) -> Sampled:
+    def _sampled(self, batch: _Batch, row: int) -> FinishedCompletion:
         experts = torch.cat([of_pass[row] for of_pass in batch.experts]).numpy() if self._records_experts else None
-        return Sampled(batch.request_ids[row], batch.token_ids[row], batch.logprobs[row], experts)
+        return FinishedCompletion(batch.request_ids[row], batch.token_ids[row], batch.logprobs[row], experts)
 
 
 def _keep(batch: _Batch, rows: set[int]) -> None:

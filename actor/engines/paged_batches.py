@@ -14,7 +14,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 
-from offbeat.actor.engines.engine import Sampled, check_options
+from offbeat.actor.engines.engine import FinishedCompletion, check_options
 from offbeat.actor.engines.reserved_options import RESERVED
 from offbeat.common.models.routing import record_routing
 
@@ -98,7 +98,7 @@ class PagedBatches:
                 )
             )
 
-    def step(self) -> list[Sampled]:
+    def step(self) -> list[FinishedCompletion]:
         batches = self._batches
         if not batches.prepare_next_batch():
             return []
@@ -113,7 +113,7 @@ class PagedBatches:
             if output.error is not None:
                 raise RuntimeError(f"transformers failed on request {output.request_id}: {output.error}")
             experts = None if self._experts is None else self._experts.take(output.request_id)
-            finished.append(Sampled(output.request_id, output.generated_tokens, output.logprobs, experts))
+            finished.append(FinishedCompletion(output.request_id, output.generated_tokens, output.logprobs, experts))
         return finished
 
     def remove(self, request_ids: Iterable[str]) -> int:

@@ -15,7 +15,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from offbeat.actor.engines.engine import Batches, CacheUse, Completion, Sampled, Score, check_prompt_length
+from offbeat.actor.engines.engine import (
+    CacheUse,
+    Completion,
+    FinishedCompletion,
+    RunningCompletions,
+    Score,
+    check_prompt_length,
+)
 from offbeat.actor.engines.own_caches import OwnCaches
 from offbeat.actor.engines.paged_batches import PagedBatches
 from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
@@ -64,7 +71,7 @@ class TransformersEngine:
         nn.Module.to(self._model, device)
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
         make_batches = PagedBatches if _choose_attention(self._model) else OwnCaches
-        self._batches: Batches = make_batches(
+        self._batches: RunningCompletions = make_batches(
             self._model,
             eos_token_ids=self._eos_token_ids,
             max_model_len=max_model_len,
@@ -170,7 +177,7 @@ class TransformersEngine:
     def close(self) -> None:
         del self._batches, self._model
 
-    def _completion(self, sampled: Sampled) -> Completion:
+    def _completion(self, sampled: FinishedCompletion) -> Completion:
         self._num_ended_tokens += len(sampled.token_ids)
         return Completion(
             request_id=sampled.request_id,

@@ -48,7 +48,7 @@ _TRANSIENT_CLASSES = frozenset(
 """Names of exceptions by which clients say that a service cannot be reached."""
 
 
-class Chat:
+class HostedChat:
     """The episode as its function sees it."""
 
     def __init__(self, start: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Messages:
         return map(json.loads, self._input)
 
 
-class Host:
+class EnvironmentHost:
     """The episodes of one process."""
 
     def __init__(self, environment: Any, arguments: dict[str, Any], messages: Messages) -> None:
@@ -129,7 +129,7 @@ class Host:
             self._send_rows(message)
 
     async def _play_episode(self, start: dict[str, Any]) -> None:
-        episode, chat = start["episode"], Chat(start)
+        episode, chat = start["episode"], HostedChat(start)
         try:
             reward = await self._call(chat, start["row"])
             self._messages.send(type="end", episode=episode, reward=reward, metrics=chat.metrics)
@@ -146,7 +146,7 @@ class Host:
         finally:
             del self._tasks[episode]
 
-    async def _call(self, chat: Chat, row: dict[str, Any]) -> Any:
+    async def _call(self, chat: HostedChat, row: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._play):
             return await self._play(chat, row, **self._arguments)
         call = lambda: self._play(chat, row, **self._arguments)  # noqa: E731
@@ -205,7 +205,7 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
     return Own
 
 
-async def serve(host: Host, messages: Messages) -> None:
+async def serve(host: EnvironmentHost, messages: Messages) -> None:
     """Handle messages until the input ends, and then exit, whatever the environment still does."""
     loop = asyncio.get_running_loop()
 
@@ -231,7 +231,7 @@ def main(name: str, arguments: dict[str, Any]) -> None:
         return
     own = {} if name.partition(":")[0] in FRAMEWORKS else arguments
     messages.send(type="ready")
-    asyncio.run(serve(Host(environment, own, messages), messages))
+    asyncio.run(serve(EnvironmentHost(environment, own, messages), messages))
 
 
 if __name__ == "__main__":

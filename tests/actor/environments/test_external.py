@@ -295,7 +295,7 @@ def test_two_plain_functions_play_at_once_in_the_host() -> None:
             def send(self, **message: object) -> None:
                 sent.append(message)
 
-        one = host.Host(Pair, {}, Lines())  # pyright: ignore[reportArgumentType]
+        one = host.EnvironmentHost(Pair, {}, Lines())  # pyright: ignore[reportArgumentType]
         for name in "ab":
             one.handle(
                 {
