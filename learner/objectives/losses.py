@@ -174,6 +174,9 @@ def gmpo(
     paper's objective is the aggregation `seq-mean-token-mean`, under which the gradient with respect to a loss token's log-prob
     is `-s_i A_i / (N |y_i|)` with the mean ratio `s_i` of the clipped tokens, and exactly 0 for a clipped token. As in `gspo`
     every token gets the row's mean advantage.
+
+    `clipped` has the tokens that lose their gradient. verl's clip fraction of GMPO is larger: it counts tokens outside the
+    band on either side, whatever the sign of A, also those that its minimum leaves as they are.
     """
     log_of_tokens = inputs.log_ratio
     advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
