@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -68,7 +68,7 @@ def tiny_untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model like `tiny_model`, with four experts in each layer."""
-    return _make(tmp_path_factory.mktemp("tiny_moe_model"), moe=True)
+    return _make(tmp_path_factory.mktemp("tiny_moe_model"), architecture="qwen3_moe")
 
 
 @pytest.fixture(scope="session")
@@ -100,11 +100,11 @@ def _make_vision(folder: Path, *, deep: bool) -> Path:
     return folder
 
 
-def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Path:
+def _make(folder: Path, *, architecture: Literal["qwen3", "qwen3_moe"] = "qwen3", tie_embeddings: bool = True) -> Path:
     # Imported here: most tests need no model, and transformers takes seconds to import.
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
-    make_tiny_model(folder, alphabet=ALPHABET, moe=moe, tie_embeddings=tie_embeddings)
+    make_tiny_model(folder, alphabet=ALPHABET, architecture=architecture, tie_embeddings=tie_embeddings)
     return folder
 
 

@@ -112,7 +112,7 @@ class StudyTask(NamedTuple):
 _SHORT = ("train.groups_per_step=16", "train.num_steps=100")
 TASKS = {
     "reversal": StudyTask(Recipe(Reversal()), _SHORT),
-    "reversal_moe": StudyTask(Recipe(Reversal(), moe=True), _SHORT),
+    "reversal_moe": StudyTask(Recipe(Reversal(), architecture="qwen3_moe"), _SHORT),
     "progression": StudyTask(
         Recipe(Progression(), warm_start_rows=16, warm_start_steps=800, num_eval=64),
         (

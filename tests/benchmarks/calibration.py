@@ -49,7 +49,7 @@ NUM_GROUPS, GROUPS_EACH, GROUPS_PER_STEP = 640, 128, 32
 BANDS = (ClipBand(3e-4, 4e-4, is_sequence_ratio=True), ClipBand(2e-3, 2e-3, is_sequence_ratio=True))
 """GSPO's own band first, which `collect` trains with."""
 PROMISE = 0.05
-MIXTURE = Recipe(Reversal(), moe=True)
+MIXTURE = Recipe(Reversal(), architecture="qwen3_moe")
 CONFIGS = {"quickstart": None, "mixture": None, "lookup": "examples/lookup/run.toml"}
 
 

@@ -1,8 +1,8 @@
 """Models and tasks that are made on this machine at their first use, below `XDG_CACHE_HOME`.
 
-`{quickstart}`, `{lookup}`, `{expressions}`, `{calculator}` and `{smollm2}` each stand for a folder with `model/`, `train.jsonl`
-and `eval.jsonl`. The recipe of `{smollm2}` brings a pretrained model. The others are a task's rows, and a tiny model that was
-shown how to play it, well and badly. A GGUF file at `model.path` becomes a model folder.
+`{quickstart}`, `{quickstart_qwen3_5}`, `{lookup}`, `{expressions}`, `{calculator}` and `{smollm2}` each stand for a folder with
+`model/`, `train.jsonl` and `eval.jsonl`. The recipe of `{smollm2}` brings a pretrained model. The others are a task's rows, and
+a tiny model that was shown how to play it, well and badly. A GGUF file at `model.path` becomes a model folder.
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -76,13 +76,13 @@ class Recipe(NamedTuple):
     """Largest number of rows in train.jsonl."""
     num_eval: int = 256
     """Number of rows in eval.jsonl."""
-    moe: bool = False
-    """The model is a mixture of experts."""
+    architecture: Literal["qwen3", "qwen3_moe", "qwen3_5"] = "qwen3"
+    """The model's family."""
 
     @property
     def name(self) -> str:
         """The placeholder without braces."""
-        return f"{self.task.name}_moe" if self.moe else self.task.name
+        return self.task.name + {"qwen3": "", "qwen3_moe": "_moe", "qwen3_5": "_qwen3_5"}[self.architecture]
 
     @property
     def what(self) -> str:
@@ -109,7 +109,7 @@ class Recipe(NamedTuple):
             alphabet=self.task.alphabet,
             chat_template=self.task.chat_template,
             seed=self.seed,
-            moe=self.moe,
+            architecture=self.architecture,
         )
 
 
@@ -139,7 +139,14 @@ class GgufRecipe(NamedTuple):
 
 
 AnyRecipe = Recipe | SmolLM2 | GgufRecipe
-RECIPES = (Recipe(Reversal()), Recipe(Lookup()), Recipe(Expressions(), num_eval=128), Recipe(Calculator()), SmolLM2())
+RECIPES = (
+    Recipe(Reversal()),
+    Recipe(Reversal(), architecture="qwen3_5"),
+    Recipe(Lookup()),
+    Recipe(Expressions(), num_eval=128),
+    Recipe(Calculator()),
+    SmolLM2(),
+)
 
 
 def prepared_folder(recipe: AnyRecipe) -> Path:
@@ -257,9 +264,9 @@ def warm_start(
     alphabet: Sequence[str],
     chat_template: str | None,
     seed: int,
-    moe: bool = False,
+    architecture: Literal["qwen3", "qwen3_moe", "qwen3_5"] = "qwen3",
 ) -> None:
-    """Train a random tiny model whose tokens are the texts of `alphabet`, with `moe` a mixture of experts, and save it.
+    """Train a random tiny model whose tokens are the texts of `alphabet`, and save it.
 
     Args:
         folder: The model's.
@@ -274,7 +281,7 @@ def warm_start(
     from offbeat.deploy.local.quickstart.tiny_models import EOS, make_tiny_model
 
     transformers_logging.disable_progress_bar()
-    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, moe=moe, seed=seed)
+    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, architecture=architecture, seed=seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -19,6 +21,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+Architecture = Literal["qwen3", "qwen3_moe", "qwen3_5"]
+"""transformers' name of a tiny model's family."""
 HIDDEN_SIZE = 128
 NUM_LAYERS = 2
 NUM_HEADS = 4
@@ -38,18 +42,19 @@ def make_tiny_model(
     *,
     alphabet: Sequence[str],
     chat_template: str | None = None,
-    moe: bool = False,
+    architecture: Architecture = "qwen3",
     tie_embeddings: bool = True,
     seed: int = 0,
 ) -> None:
-    """Write a random float32 Qwen3 of about 0.3 M parameters whose tokens are the characters, or the texts, of `alphabet`.
+    """Write a random float32 model of about 0.3 M parameters whose tokens are the characters, or the texts, of `alphabet`.
 
-    With `moe` the model is a Qwen3-MoE with four experts, two of them active. The tokenizer adds no special tokens.
+    A Qwen3-MoE has four experts, two of them active; a Qwen3.5 has one layer of linear attention and one of full attention. The
+    tokenizer adds no special tokens.
     """
     tokenizer = _tokenizer_of(alphabet)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    _save_random_model(folder, tokenizer, moe=moe, tie_embeddings=tie_embeddings, max_length=512, seed=seed)
+    _save_random_model(folder, tokenizer, architecture=architecture, tie_embeddings=tie_embeddings, max_length=512, seed=seed)
 
 
 def make_tiny_bpe_model(
@@ -60,7 +65,7 @@ def make_tiny_bpe_model(
     Any text can be encoded. `vocab_size` (at least 259) bounds the number of tokens; `max_length` is in tokens.
     """
     _save_random_model(
-        folder, _bpe_tokenizer(texts, vocab_size), moe=False, tie_embeddings=True, max_length=max_length, seed=seed
+        folder, _bpe_tokenizer(texts, vocab_size), architecture="qwen3", tie_embeddings=True, max_length=max_length, seed=seed
     )
 
 
@@ -174,7 +179,7 @@ def _save_random_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    moe: bool,
+    architecture: Architecture,
     tie_embeddings: bool,
     max_length: int,
     seed: int,
@@ -183,9 +188,14 @@ def _save_random_model(
     # The caller's random state is unchanged: tests draw from it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if moe:
+        if architecture == "qwen3_moe":
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN_SIZE}
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+        elif architecture == "qwen3_5":
+            heads = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
+            sizes = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
+            layers = {"layer_types": ["linear_attention", "full_attention"]}
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape | heads | sizes | layers))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.save_pretrained(folder)
