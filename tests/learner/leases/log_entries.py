@@ -79,13 +79,25 @@ FLOATS = st.floats(allow_nan=False)
 NAMES = st.text(max_size=20)
 OTHER_EVENTS = st.one_of(
     st.builds(Started, at=FLOATS, run_id=NAMES, learner_incarnation=IDS, policy_version=IDS),
-    st.builds(Granted, at=FLOATS, lease_id=IDS, prompt_id=IDS, epoch=IDS, actor=NAMES, policy_version=IDS, oldest_version=IDS),
+    st.builds(
+        Granted,
+        at=FLOATS,
+        lease_id=IDS,
+        prompt_id=IDS,
+        epoch=IDS,
+        actor=NAMES,
+        policy_version=IDS,
+        oldest_version=IDS,
+        prompt_hash=IDS,
+        epoch_size=IDS,
+    ),
     st.builds(Dropped, at=FLOATS, lease_id=IDS, reason=NAMES, is_final=st.booleans()),
     st.builds(Expired, at=FLOATS, lease_id=IDS, reason=NAMES),
     st.builds(
         Trained,
         at=FLOATS,
         lease_ids=st.lists(IDS).map(tuple),
+        prompt_hashes=st.lists(IDS).map(tuple),
         policy_version=IDS,
         num_steps=IDS,
         selected_at=FLOATS,
