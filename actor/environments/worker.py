@@ -86,7 +86,8 @@ class Worker:
             case CancelEpisode(episode=episode):
                 if episode in self._tasks:
                     self._episodes[episode].end()
-                    self._tasks[episode].cancel()
+                    # A task that is cancelled before its first step never runs, and would answer nothing.
+                    asyncio.get_running_loop().call_soon(self._tasks[episode].cancel)
             case _:
                 assert_never(message)
 

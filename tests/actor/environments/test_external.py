@@ -220,9 +220,12 @@ def test_blocked_process_is_killed_with_its_worker(tiny_model: Path, forks: Work
     (pid,) = set(hosts()) - before
     play(workers, "1/0/0")
     workers.send("1/0/0", CancelEpisode(episode="1/0/0"))
-    time.sleep(0.3)
-    assert list(workers.poll()) == [], "the host answers nothing, so neither does the worker"
-    assert list(workers.kill_worker_of("1/0/0", "it blocks")) == ["1/0/0"]
+    # Another episode begins behind the cancelled one, and the worker answers for neither.
+    play(workers, "2/0/0")
+    waited_until = time.monotonic() + 1.5
+    silence = next_news(workers, lambda: time.monotonic() > waited_until)
+    assert silence == [], "the host answers nothing, so neither does the worker"
+    assert list(workers.kill_worker_of("1/0/0", "it blocks")) == ["1/0/0", "2/0/0"]
     next_news(workers, lambda: processes.has_ended(pid))
     workers.close()
 

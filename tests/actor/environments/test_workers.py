@@ -285,6 +285,15 @@ def test_cancelled_episode_ends(workers: Workers) -> None:
     assert next_news(workers) == [Failed(episode="1/0/0", is_transient=True, detail="cancelled")]
 
 
+def test_episode_that_is_cancelled_with_its_begin_answers(workers: Workers) -> None:
+    play(workers, "1/0/0", "turns")
+    workers.send("1/0/0", CancelEpisode(episode="1/0/0"))
+    news = next_news(workers)
+    while not isinstance(news[-1], Failed):
+        news += next_news(workers)
+    assert news[-1].episode == "1/0/0"
+
+
 def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fragile: Workers) -> None:
     play(fragile, "1/0/0", "turns")
     next_news(fragile)
