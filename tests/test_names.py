@@ -49,7 +49,7 @@ NO_IDENTIFIERS = {
         "reflect_on_tool_use",
     ),  # of libraries
     # Settings of other frameworks.
-    *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_penalty", "pg_clip_high", "pg_clip_low"),
+    *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_k3", "kl_penalty", "pg_clip_high", "pg_clip_low"),
     *("ppo_epochs", "rl_loss_coef", "seq_mean_k2", "seq_mean_k3", "target_kl", "train_infer_correction"),
 }
 

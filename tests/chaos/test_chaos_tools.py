@@ -22,6 +22,7 @@ from tests.chaos import tools as chaos_tools
 from tests.chaos.chaos import made_up, run_chaos
 from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
 from tests.chaos.tools import Tools
+from tests.learner.leases.event_makers import make_accepted
 
 pytestmark = pytest.mark.slow
 
@@ -73,16 +74,7 @@ def test_reward_that_no_episode_earned_is_found() -> None:
         return CompletionMeta(1, "stop", reward, (Segment(0, 0),), parts)
 
     def accepted(*completions: CompletionMeta) -> Accepted:
-        return Accepted(
-            at=0.0,
-            lease_id=7,
-            actor="a",
-            completions=completions,
-            generate_s=0.0,
-            policy_version=0,
-            prompt_hash=0,
-            reward_s=0.0,
-        )
+        return make_accepted(7, completions=completions)
 
     assert made_up([accepted(completion(0.0, earned=1.0), completion(0.5, earned=1.5))]) == []
     flawed = [accepted(completion(0.0)), accepted(completion(0.0, earned=1.5))]

@@ -29,6 +29,7 @@ from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.payload import CompletionMeta, Segment
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 SEED = 3
 NUM_PROMPTS = 4
@@ -49,31 +50,12 @@ def sizes(log: LogAudit) -> list[int]:
 def granted(lease_id: int, turn: int | None = None, actor: str = "a") -> Granted:
     """Return the grant of a lease for the prompt of the run's `turn`-th turn (default: `lease_id`)."""
     epoch, index = divmod(lease_id if turn is None else turn, NUM_PROMPTS)
-    return Granted(
-        at=0,
-        lease_id=lease_id,
-        prompt_id=order(epoch)[index],
-        epoch=epoch,
-        actor=actor,
-        policy_version=0,
-        oldest_version=0,
-        prompt_hash=0,
-        epoch_size=NUM_PROMPTS,
-    )
+    return make_granted(lease_id, prompt_id=order(epoch)[index], epoch=epoch, actor=actor, epoch_size=NUM_PROMPTS)
 
 
 def accepted(lease_id: int, actor: str = "a") -> Accepted:
     completion = CompletionMeta(num_tokens=2, finish_reason="stop", reward=1.0, segments=(Segment(0, 0),))
-    return Accepted(
-        at=0,
-        lease_id=lease_id,
-        actor=actor,
-        completions=(completion,),
-        generate_s=0.1,
-        policy_version=0,
-        prompt_hash=0,
-        reward_s=0.0,
-    )
+    return make_accepted(lease_id, actor=actor, completions=(completion,), generate_s=0.1)
 
 
 def dropped(lease_id: int, *, is_final: bool = False) -> Dropped:
@@ -85,15 +67,7 @@ def expired(lease_id: int) -> Expired:
 
 
 def trained(version: int, *lease_ids: int) -> Trained:
-    return Trained(
-        at=0,
-        lease_ids=lease_ids,
-        policy_version=version,
-        num_steps=1,
-        selected_at=0.0,
-        selected_after=0,
-        prompt_hashes=(0,) * len(lease_ids),
-    )
+    return make_trained(*lease_ids, policy_version=version, prompt_hashes=(0,) * len(lease_ids))
 
 
 def followed(*events: LeaseEvent, is_whole: bool = True, lost: Lost = NOTHING_LOST) -> LogAudit:
@@ -157,9 +131,7 @@ def test_what_must_not_happen_to_a_lease_is_seen(more: Sequence[LeaseEvent], sai
 
 
 def test_batch_that_a_checkpoint_cuts_in_two_is_seen() -> None:
-    two_steps = Trained(
-        at=0, lease_ids=(0,), policy_version=0, num_steps=2, selected_at=0.0, selected_after=0, prompt_hashes=()
-    )
+    two_steps = make_trained(0, num_steps=2)
     assert flaws(started(), granted(0), accepted(0), two_steps, started(1))[0] == "version 1 lies within the batch of version 0"
 
 

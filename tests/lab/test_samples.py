@@ -23,11 +23,12 @@ from offbeat.lab.samples import (
     printable,
     read_samples,
 )
-from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
+from offbeat.learner.leases.events import Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 LETTER_A = 8
 """Token id of `a`."""
@@ -43,9 +44,7 @@ def started(version: int) -> Started:
 
 
 def trained(version: int, *lease_ids: int) -> Trained:
-    return Trained(
-        at=0, lease_ids=lease_ids, policy_version=version, num_steps=2, selected_at=0.0, selected_after=0, prompt_hashes=()
-    )
+    return make_trained(*lease_ids, policy_version=version, num_steps=2)
 
 
 class Run:
@@ -74,21 +73,18 @@ class Run:
     def group(self, lease_id: int, rewards: tuple[float, float], version: int, prompt_id: int | None = None) -> None:
         """Lease prompt `lease_id % 4` and accept two completions, `aa` and `aab`, for it or for prompt `prompt_id`."""
         grant = {"epoch": 0, "actor": "a", "policy_version": version, "oldest_version": version}
-        self.log.append(Granted(at=0, lease_id=lease_id, prompt_id=lease_id % 4, **grant, prompt_hash=0, epoch_size=20))
+        self.log.append(make_granted(lease_id, prompt_id=lease_id % 4, **grant))
         completions = tuple(
             CompletionMeta(num_tokens=2 + index, finish_reason=reason, reward=reward, segments=(Segment(version, 0),))
             for index, (reward, reason) in enumerate(zip(rewards, ("stop", "length"), strict=True))
         )
         ids = np.array([LETTER_A, LETTER_A, LETTER_A, LETTER_A, LETTER_A + 1], np.int32)
-        accepted = Accepted(
-            at=0,
-            lease_id=lease_id,
-            actor="a",
+        accepted = make_accepted(
+            lease_id,
             completions=completions,
             generate_s=0.1,
             policy_version=version,
             prompt_hash=PROMPTS[lease_id % 4 if prompt_id is None else prompt_id].content_hash,
-            reward_s=0.0,
         )
         self.log.append(accepted, ids, np.zeros(5, np.float32))
 

@@ -28,6 +28,7 @@ from offbeat.lab.tracing import (
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment, Turn
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 
 def started(version: int = 0, at: float = 0.0) -> Started:
@@ -35,17 +36,7 @@ def started(version: int = 0, at: float = 0.0) -> Started:
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:
-    return Granted(
-        at=at,
-        lease_id=lease_id,
-        prompt_id=7,
-        epoch=0,
-        actor=actor,
-        policy_version=3,
-        oldest_version=2,
-        prompt_hash=0,
-        epoch_size=20,
-    )
+    return make_granted(lease_id, at=at, prompt_id=7, actor=actor, policy_version=3, oldest_version=2)
 
 
 def accepted(lease_id: int, at: float, generate_s: float, reward_s: float = 0.0) -> Accepted:
@@ -53,28 +44,11 @@ def accepted(lease_id: int, at: float, generate_s: float, reward_s: float = 0.0)
         CompletionMeta(4, "stop", 1.0, (Segment(2, 0), Segment(3, 2))),
         CompletionMeta(6, "length", 0.0, (Segment(3, 0),), turns=(Turn(0, 2), Turn(3, 4)), environment_s=0.5),
     )
-    return Accepted(
-        at=at,
-        lease_id=lease_id,
-        actor="a",
-        completions=completions,
-        generate_s=generate_s,
-        policy_version=3,
-        reward_s=reward_s,
-        prompt_hash=0,
-    )
+    return make_accepted(lease_id, at=at, completions=completions, generate_s=generate_s, policy_version=3, reward_s=reward_s)
 
 
 def trained(version: int, *lease_ids: int, selected_at: float, at: float, num_steps: int = 1) -> Trained:
-    return Trained(
-        at=at,
-        lease_ids=lease_ids,
-        policy_version=version,
-        num_steps=num_steps,
-        selected_at=selected_at,
-        selected_after=0,
-        prompt_hashes=(),
-    )
+    return make_trained(*lease_ids, at=at, policy_version=version, num_steps=num_steps, selected_at=selected_at)
 
 
 def stages(span: TraceSpan) -> list[tuple[str, float, float]]:

@@ -15,9 +15,10 @@ from offbeat.lab.replay.counterfactual import (
     recorded_ends,
     replay,
 )
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.events import Dropped, Expired, LeaseEvent, Started, Tuned
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.protocols.payload import CompletionMeta, Segment
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 # Hand-made logs
 
@@ -41,16 +42,12 @@ class Tale:
     def grant(self, *lease_ids: int, version: int, oldest: int | None = None) -> None:
         for lease_id in lease_ids:
             self.add(
-                Granted(
+                make_granted(
+                    lease_id,
                     at=self.now,
-                    lease_id=lease_id,
                     prompt_id=lease_id,
-                    epoch=0,
-                    actor="a",
                     policy_version=version,
                     oldest_version=version if oldest is None else oldest,
-                    prompt_hash=0,
-                    epoch_size=20,
                 )
             )
 
@@ -58,16 +55,7 @@ class Tale:
         for lease_id in lease_ids:
             segments = tuple(Segment(version, token) for token, version in enumerate(versions))
             meta = CompletionMeta(num_tokens=2, finish_reason="stop", reward=1.0, segments=segments)
-            event = Accepted(
-                at=self.now,
-                lease_id=lease_id,
-                actor="a",
-                completions=(meta,),
-                generate_s=1.0,
-                policy_version=0,
-                prompt_hash=0,
-                reward_s=0.0,
-            )
+            event = make_accepted(lease_id, at=self.now, completions=(meta,), generate_s=1.0)
             self.add(event, bytes(8), bytes(8))
 
     def drop(self, lease_id: int, reason: str) -> None:
@@ -87,14 +75,8 @@ class Tale:
     def train(self, *lease_ids: int, version: int, num_steps: int = 1) -> None:
         at, after = self.selected
         self.add(
-            Trained(
-                at=self.now,
-                lease_ids=lease_ids,
-                policy_version=version,
-                num_steps=num_steps,
-                selected_at=at,
-                selected_after=after,
-                prompt_hashes=(),
+            make_trained(
+                *lease_ids, at=self.now, policy_version=version, num_steps=num_steps, selected_at=at, selected_after=after
             )
         )
 

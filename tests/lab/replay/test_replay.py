@@ -29,11 +29,12 @@ from offbeat.lab.replay.gradients import (
     quantiles,
 )
 from offbeat.lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render_replay, replay_run
-from offbeat.learner.leases.events import Accepted, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 from tests.learner.training.trainer_cases import make_config, make_groups
 
 pytestmark = pytest.mark.slow
@@ -80,16 +81,8 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
         version = max(0, step - 1)
         of_step = groups[GROUPS_PER_STEP * step : GROUPS_PER_STEP * (step + 1)]
         for group in of_step:
-            granted = Granted(
-                at=float(step),
-                lease_id=group.lease_id,
-                prompt_id=group.lease_id,
-                epoch=0,
-                actor="a",
-                policy_version=version,
-                oldest_version=version,
-                prompt_hash=0,
-                epoch_size=20,
+            granted = make_granted(
+                group.lease_id, at=float(step), prompt_id=group.lease_id, policy_version=version, oldest_version=version
             )
             log.append(granted)
         for group in of_step:
@@ -97,15 +90,8 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
                 CompletionMeta(len(rollout.token_ids), "stop", rollout.reward, (Segment(version, 0),))
                 for rollout in group.rollouts
             )
-            accepted = Accepted(
-                at=step + 0.2,
-                lease_id=group.lease_id,
-                actor="a",
-                completions=completions,
-                generate_s=0.1,
-                policy_version=version,
-                prompt_hash=0,
-                reward_s=0.0,
+            accepted = make_accepted(
+                group.lease_id, at=step + 0.2, completions=completions, generate_s=0.1, policy_version=version
             )
             ids = b"".join(rollout.token_ids.tobytes() for rollout in group.rollouts)
             log.append(accepted, ids, b"".join(rollout.behavior_logprobs.tobytes() for rollout in group.rollouts))
@@ -114,14 +100,8 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
         if 1 <= step <= NUM_STEPS:
             ids_before = tuple(group.lease_id for group in groups[GROUPS_PER_STEP * (step - 1) : GROUPS_PER_STEP * step])
             log.append(
-                Trained(
-                    at=step + 0.9,
-                    lease_ids=ids_before,
-                    policy_version=step - 1,
-                    num_steps=1,
-                    selected_at=step + 0.5,
-                    selected_after=num_records,
-                    prompt_hashes=(),
+                make_trained(
+                    *ids_before, at=step + 0.9, policy_version=step - 1, selected_at=step + 0.5, selected_after=num_records
                 )
             )
             num_records += 1

@@ -26,34 +26,16 @@ from offbeat.lab.simulation.fit import (
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.protocols.payload import CompletionMeta, Segment, Turn
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:
-    return Granted(
-        at=at,
-        lease_id=lease_id,
-        prompt_id=0,
-        epoch=0,
-        actor=actor,
-        policy_version=0,
-        oldest_version=0,
-        prompt_hash=0,
-        epoch_size=20,
-    )
+    return make_granted(lease_id, at=at, actor=actor)
 
 
 def accepted(lease_id: int, at: float, lengths: Sequence[int], generate_s: float) -> Accepted:
     completions = tuple(CompletionMeta(length, "stop", 0.0, (Segment(0, 0),)) for length in lengths)
-    return Accepted(
-        at=at,
-        lease_id=lease_id,
-        actor="a",
-        completions=completions,
-        generate_s=generate_s,
-        policy_version=0,
-        prompt_hash=0,
-        reward_s=0.0,
-    )
+    return make_accepted(lease_id, at=at, completions=completions, generate_s=generate_s)
 
 
 def with_episodes(event: Accepted | None, episodes: Sequence[tuple[float, int]]) -> Accepted:
@@ -71,15 +53,7 @@ def group(actor: str, granted_at: float, ended_at: float, generate_s: float, len
 
 
 def trained(policy_version: int, at: float, num_steps: int = 1) -> Trained:
-    return Trained(
-        at=at,
-        lease_ids=(0,),
-        policy_version=policy_version,
-        num_steps=num_steps,
-        selected_at=at,
-        selected_after=0,
-        prompt_hashes=(),
-    )
+    return make_trained(0, at=at, policy_version=policy_version, num_steps=num_steps, selected_at=at)
 
 
 STARTED = Started(at=0.0, run_id="", learner_incarnation=0, policy_version=0)

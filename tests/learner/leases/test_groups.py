@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.groups import (
     LARGEST_LOGPROB,
     SMALLEST_LOGPROB,
@@ -27,6 +26,7 @@ from offbeat.learner.leases.groups import (
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import GroupDone
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, Turn, encode_experts
+from tests.learner.leases.event_makers import make_accepted
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, max_length=0, max_episode_tokens=100)
 NEWEST_VERSION = 3
@@ -103,9 +103,7 @@ def test_each_sequence_is_bounded_and_all_together() -> None:
 
 def test_group_has_weight_and_task_of_its_prompt() -> None:
     completions = (CompletionMeta(1, "stop", 1.0, (Segment(0, 0),)),)
-    accepted = Accepted(
-        at=7.0, lease_id=1, actor="a", completions=completions, generate_s=0.5, policy_version=0, prompt_hash=0, reward_s=0.0
-    )
+    accepted = make_accepted(1, at=7.0, completions=completions, generate_s=0.5)
     prompt = Prompt(3, "p", np.array([1], np.int32), "{}", weight=2.0, task="sums")
     group = make_group(accepted, [memoryview(bytes(4)), memoryview(bytes(4))], prompt)
     assert (group.prompt_id, group.weight, group.task) == (3, 2.0, "sums")
@@ -194,17 +192,7 @@ def test_a_group_has_the_experts_of_its_last_frame() -> None:
     assert expert_flaw(done, arrays[-1], ROUTERS, num_prompt_tokens=2) is None
     assert flaw(done.completions, arrays, LIMITS, NEWEST_VERSION) is None, "they are not token ids"
     prompt = Prompt(0, "56", np.array([5, 6], np.int32), "{}")
-    accepted = Accepted(
-        at=0.0,
-        lease_id=1,
-        actor="a",
-        completions=done.completions,
-        generate_s=0.0,
-        policy_version=0,
-        experts=done.experts,
-        prompt_hash=0,
-        reward_s=0.0,
-    )
+    accepted = make_accepted(1, completions=done.completions, experts=done.experts)
     group = make_group(accepted, arrays, prompt)
     assert group.experts is not None
     assert group.experts.load().tolist() == np.sort(EXPERTS, axis=-1).tolist()

@@ -14,6 +14,7 @@ from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 NUM_PROMPTS = 4
 PROMPTS = make_prompts(NUM_PROMPTS, "train")
@@ -33,39 +34,18 @@ def make(log: WillingLog | None) -> LeaseJournal:
 def grant(journal: LeaseJournal, lease_id: int) -> Granted:
     """Return the event that leases the stream's next prompt."""
     prompt_id, epoch = journal.stream.peek()
-    return Granted(
-        at=7.0,
-        lease_id=lease_id,
-        prompt_id=prompt_id,
-        epoch=epoch,
-        actor="a",
-        policy_version=0,
-        oldest_version=0,
-        prompt_hash=0,
-        epoch_size=20,
-    )
+    return make_granted(lease_id, at=7.0, prompt_id=prompt_id, epoch=epoch)
 
 
 def accept(journal: LeaseJournal, lease_id: int) -> tuple[Accepted, list[memoryview], Group]:
     completions = (CompletionMeta(2, "stop", 1.0, (Segment(0, 0),)),)
-    event = Accepted(
-        at=7.0,
-        lease_id=lease_id,
-        actor="a",
-        completions=completions,
-        generate_s=0.5,
-        policy_version=0,
-        prompt_hash=0,
-        reward_s=0.0,
-    )
+    event = make_accepted(lease_id, at=7.0, completions=completions, generate_s=0.5)
     frames = [memoryview(np.array([1, 2], np.int32).tobytes()), memoryview(np.array([-1, -2], np.float32).tobytes())]
     return event, frames, make_group(event, frames, PROMPTS[journal.ledger.find(lease_id).prompt_id])
 
 
 def trained(lease_id: int) -> Trained:
-    return Trained(
-        at=7.0, lease_ids=(lease_id,), policy_version=0, num_steps=1, selected_at=7.0, selected_after=2, prompt_hashes=()
-    )
+    return make_trained(lease_id, at=7.0, selected_at=7.0, selected_after=2)
 
 
 def test_committed_event_is_in_the_log_the_ledger_and_the_prompt_stream(log: WillingLog) -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained
+from offbeat.learner.leases.events import Dropped, Expired, Started
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import (
     UNSEEN_LEASES,
@@ -22,6 +22,7 @@ from offbeat.learner.leases.ledger import (
     needed_position,
 )
 from offbeat.learner.leases.log_records import Position
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 
 def make_group(lease_id: int, prompt_id: int = 0) -> Group:
@@ -30,40 +31,17 @@ def make_group(lease_id: int, prompt_id: int = 0) -> Group:
 
 def grant(ledger: Ledger, prompt_id: int = 0, epoch: int = 0) -> int:
     lease_id = ledger.next_lease_id()
-    ledger.apply(
-        Granted(
-            at=0.0,
-            lease_id=lease_id,
-            prompt_id=prompt_id,
-            epoch=epoch,
-            actor="actor-0",
-            policy_version=0,
-            oldest_version=0,
-            prompt_hash=0,
-            epoch_size=20,
-        )
-    )
+    ledger.apply(make_granted(lease_id, prompt_id=prompt_id, epoch=epoch, actor="actor-0"))
     return lease_id
 
 
 def accept(ledger: Ledger, lease_id: int, position: Position | None = None) -> None:
-    accepted = Accepted(
-        at=0.0,
-        lease_id=lease_id,
-        actor="actor-0",
-        completions=(),
-        generate_s=0.0,
-        policy_version=0,
-        prompt_hash=0,
-        reward_s=0.0,
-    )
+    accepted = make_accepted(lease_id, actor="actor-0")
     ledger.apply(accepted, make_group(lease_id), position)
 
 
 def train(ledger: Ledger, *lease_ids: int) -> None:
-    ledger.apply(
-        Trained(at=0.0, lease_ids=lease_ids, policy_version=0, num_steps=1, selected_at=0.0, selected_after=0, prompt_hashes=())
-    )
+    ledger.apply(make_trained(*lease_ids))
 
 
 def drop(ledger: Ledger, lease_id: int, reason: str, *, is_final: bool = False) -> None:
@@ -241,36 +219,14 @@ def test_refused_training_changes_nothing() -> None:
 
 def test_lease_that_is_open_cannot_be_granted_again() -> None:
     ledger = Ledger()
-    granted = Granted(
-        at=0.0,
-        lease_id=grant(ledger),
-        prompt_id=1,
-        epoch=0,
-        actor="b",
-        policy_version=0,
-        oldest_version=0,
-        prompt_hash=0,
-        epoch_size=20,
-    )
+    granted = make_granted(grant(ledger), prompt_id=1, actor="b")
     with pytest.raises(AssertionError):
         ledger.apply(granted)
 
 
 def test_ids_go_on_after_the_newest_that_the_log_granted() -> None:
     ledger = Ledger()
-    ledger.apply(
-        Granted(
-            at=0.0,
-            lease_id=41,
-            prompt_id=1,
-            epoch=0,
-            actor="b",
-            policy_version=0,
-            oldest_version=0,
-            prompt_hash=0,
-            epoch_size=20,
-        )
-    )
+    ledger.apply(make_granted(41, prompt_id=1, actor="b"))
     assert ledger.next_lease_id() == 42
 
 

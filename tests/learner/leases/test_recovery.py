@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.events import Dropped, Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_history, read_log, read_record
@@ -24,6 +24,7 @@ from tests.learner.dispatch.dispatch_desk import (
     Desk,
     make_prompts,
 )
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
 
 pytestmark = pytest.mark.slow
@@ -47,46 +48,24 @@ class Tale:
         prompt_id, epoch = turn
         self.prompt_ids[lease_id] = prompt_id
         self.log.append(
-            Granted(
-                at=0.0,
-                lease_id=lease_id,
-                prompt_id=prompt_id,
-                epoch=epoch,
-                actor="a",
-                policy_version=0,
-                oldest_version=0,
-                prompt_hash=PROMPTS[prompt_id].content_hash,
-                epoch_size=NUM_PROMPTS,
+            make_granted(
+                lease_id, prompt_id=prompt_id, epoch=epoch, prompt_hash=PROMPTS[prompt_id].content_hash, epoch_size=NUM_PROMPTS
             )
         )
         return turn
 
     def accept(self, lease_id: int, ids: tuple[int, ...] = (1, 2)) -> None:
         completions = (CompletionMeta(len(ids), "stop", 0.5, (Segment(0, 0),)),)
-        accepted = Accepted(
-            at=0.0,
-            lease_id=lease_id,
-            actor="a",
+        accepted = make_accepted(
+            lease_id,
             completions=completions,
             generate_s=1.5,
-            policy_version=0,
             prompt_hash=PROMPTS[self.prompt_ids.get(lease_id, 0)].content_hash,
-            reward_s=0.0,
         )
         self.positions[lease_id] = self.log.append(accepted, np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
 
     def train(self, *lease_ids: int, policy_version: int = 0, num_steps: int = 1) -> None:
-        self.log.append(
-            Trained(
-                at=0.0,
-                lease_ids=lease_ids,
-                policy_version=policy_version,
-                num_steps=num_steps,
-                selected_at=0.0,
-                selected_after=0,
-                prompt_hashes=(),
-            )
-        )
+        self.log.append(make_trained(*lease_ids, policy_version=policy_version, num_steps=num_steps))
 
     def expire(self, lease_id: int) -> None:
         self.log.append(Expired(at=0.0, lease_id=lease_id, reason="late"))

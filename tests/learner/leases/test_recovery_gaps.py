@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained, Weighed
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Weighed
 from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
@@ -16,6 +16,7 @@ from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import make_prompts
+from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 from tests.learner.leases.log_entries import flip
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
 from tests.learner.leases.test_recovery import Tale
@@ -91,14 +92,11 @@ def test_lease_whose_end_was_lost_ends_when_its_prompt_is_leased_again(tmp_path:
 def test_version_of_a_lost_batch_is_known_from_the_grants_behind_it() -> None:
     def grant(lease_id: int, policy_version: int) -> Granted:
         prompt_id, epoch = ORDER[lease_id]
-        return Granted(
-            at=0.0,
-            lease_id=lease_id,
+        return make_granted(
+            lease_id,
             prompt_id=prompt_id,
             epoch=epoch,
-            actor="a",
             policy_version=policy_version,
-            oldest_version=0,
             prompt_hash=PROMPTS[prompt_id].content_hash,
             epoch_size=NUM_PROMPTS,
         )
@@ -131,27 +129,10 @@ class History:
         if not is_ready and kind <= 3:
             self.open[lease_id] = (turn, True)
             completions = (CompletionMeta(1, "stop", 0.0, (Segment(0, 0),)),)
-            return Accepted(
-                at=0.0,
-                lease_id=lease_id,
-                actor="a",
-                completions=completions,
-                generate_s=0.0,
-                policy_version=0,
-                prompt_hash=HASHES[turn.prompt_id],
-                reward_s=0.0,
-            )
+            return make_accepted(lease_id, completions=completions, prompt_hash=HASHES[turn.prompt_id])
         del self.open[lease_id]
         if is_ready and kind <= 4:
-            return Trained(
-                at=0.0,
-                lease_ids=(lease_id,),
-                policy_version=0,
-                num_steps=1,
-                selected_at=0.0,
-                selected_after=0,
-                prompt_hashes=(),
-            )
+            return make_trained(lease_id)
         is_final = kind == 6
         if not is_final:
             self.stream.give_back(*turn)
@@ -163,14 +144,10 @@ class History:
         turn, lease_id = self.stream.next(), self.num_leases
         self.num_leases += 1
         self.open[lease_id] = (turn, False)
-        return Granted(
-            at=0.0,
-            lease_id=lease_id,
+        return make_granted(
+            lease_id,
             prompt_id=turn[0],
             epoch=turn[1],
-            actor="a",
-            policy_version=0,
-            oldest_version=0,
             epoch_size=self.stream.size_of(turn.epoch),
             prompt_hash=HASHES[turn.prompt_id],
         )

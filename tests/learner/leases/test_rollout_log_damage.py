@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.leases import log_records
-from offbeat.learner.leases.events import Accepted, LeaseEvent
+from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import Gap, read_history, read_log, read_record
 from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position, encode_record
 from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 from tests.fuzz.rollout_log_claims import check_segment
+from tests.learner.leases.event_makers import make_accepted
 from tests.learner.leases.log_entries import (
     ENTRIES,
     HUGE,
@@ -197,9 +198,7 @@ def test_segments_of_two_runs_are_not_read_as_one_history(tmp_path: Path) -> Non
 def test_damage_to_an_odd_number_of_numbers_hides_no_records(tmp_path: Path, num_context: int) -> None:
     """Whole records are looked for at multiples of eight bytes, and a token takes four."""
     completion = CompletionMeta(2, "stop", 0.0, (Segment(0, 0),), turns=(Turn(num_context, 2),))
-    event = Accepted(
-        at=0.0, lease_id=1, actor="a", completions=(completion,), generate_s=0.0, policy_version=0, prompt_hash=0, reward_s=0.0
-    )
+    event = make_accepted(1, completions=(completion,))
     arrays = np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(num_context, np.int32)
     log = open_log(tmp_path)
     _, damaged, *_ = append_all(log, [dropped(0), Entry(event, arrays), dropped(2), dropped(3)])
@@ -287,9 +286,7 @@ def test_numbers_that_an_actor_chose_are_not_taken_for_a_record(tmp_path: Path) 
     forged = b"".join(bytes(part) for part in encode_record(0, dropped(666).event))
     arrays = [np.frombuffer(forged, np.int32), np.zeros(len(forged) // 4, np.float32)]
     completions = (CompletionMeta(len(arrays[0]), "stop", 0.0, (Segment(0, 0),)),)
-    event = Accepted(
-        at=0.0, lease_id=1, actor="a", completions=completions, generate_s=0.0, policy_version=0, prompt_hash=0, reward_s=0.0
-    )
+    event = make_accepted(1, completions=completions)
     log = open_log(tmp_path)
     first, second = append_all(log, [Entry(event, tuple(arrays)), dropped(2)])
     log.close()

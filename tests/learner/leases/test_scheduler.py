@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.events import Granted
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
+from tests.learner.leases.event_makers import make_granted
 from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_group, make_policy, play
 
 
@@ -159,19 +159,7 @@ def test_nothing_is_dropped_before_a_batch_is_complete() -> None:
 
 def test_ledger_keeps_the_books_of_the_live_run() -> None:
     ledger = Ledger()
-    ledger.apply(
-        Granted(
-            at=0.0,
-            lease_id=3,
-            prompt_id=0,
-            epoch=0,
-            actor="a",
-            policy_version=0,
-            oldest_version=0,
-            prompt_hash=0,
-            epoch_size=20,
-        )
-    )
+    ledger.apply(make_granted(3))
     policy = make_policy(2, groups_per_step=1, staleness_policy="abort")
     scheduler: RolloutScheduler[Group] = RolloutScheduler(policy, Evaluations(interval=0, num_prompts=0), ledger)
     assert scheduler.abort(3) == [3]

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.learner.leases.events import Accepted, Dropped, Granted
+from offbeat.learner.leases.events import Dropped
 from offbeat.learner.leases.groups import RECENT_GROUPS, GroupRewards, Tally, TaskResults, add_group, task_results
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.recovery import recover
 from tests.learner.dispatch.dispatch_desk import Actor, Desk, WillingLog, make_prompts
+from tests.learner.leases.event_makers import make_accepted, make_granted
 
 NUM_PROMPTS = {"sums": 2, "sorting": 2}
 NONE = TaskResults(num_prompts=2, share=1.0)
@@ -50,22 +51,8 @@ def test_dropped_group_counts_for_its_task_only_when_it_had_no_signal(reason: st
     (group,) = desk.train()
     ledger = Ledger()
     lease_id = ledger.next_lease_id()
-    ledger.apply(
-        Granted(
-            at=0.0,
-            lease_id=lease_id,
-            prompt_id=0,
-            epoch=0,
-            actor="a",
-            policy_version=0,
-            oldest_version=0,
-            prompt_hash=0,
-            epoch_size=20,
-        )
-    )
-    accepted = Accepted(
-        at=0.0, lease_id=lease_id, actor="a", completions=(), generate_s=0.0, policy_version=0, prompt_hash=0, reward_s=0.0
-    )
+    ledger.apply(make_granted(lease_id))
+    accepted = make_accepted(lease_id)
     ledger.apply(accepted, group._replace(lease_id=lease_id))
     ledger.apply(Dropped(at=0.0, lease_id=lease_id, reason=reason, is_final=False))
     assert [tally.num_groups for tally in ledger.tasks.values()] == [1] * num_counted
