@@ -15,7 +15,7 @@ class Side(NamedTuple):
     lag: int
 
 
-class Difference(NamedTuple):
+class Contrast(NamedTuple):
     """A difference of final rewards that a claim says is above 0, by seed: `first` minus `second`, minus the same of `less`."""
 
     first: Side
@@ -33,13 +33,13 @@ class Claim(NamedTuple):
     """A claim and the differences that it is about."""
 
     text: str
-    differences: tuple[Difference, ...]
+    differences: tuple[Contrast, ...]
 
 
-class Finding(NamedTuple):
+class TestedContrast(NamedTuple):
     """One difference as measured."""
 
-    difference: Difference
+    difference: Contrast
     compared: Comparison
     """Without an interval and a p-value where fewer than two seeds are in both, or the differences are equal."""
     adjusted_p: float | None
@@ -54,8 +54,8 @@ class Finding(NamedTuple):
         return (low > 0) - (high < 0)
 
 
-def _over(method: str, other: str, *places: tuple[str, int]) -> tuple[Difference, ...]:
-    return tuple(Difference(Side(task, method, lag), Side(task, other, lag)) for task, lag in places)
+def _over(method: str, other: str, *places: tuple[str, int]) -> tuple[Contrast, ...]:
+    return tuple(Contrast(Side(task, method, lag), Side(task, other, lag)) for task, lag in places)
 
 
 _LATE = tuple((task, lag) for task in ("reversal", "reversal_moe", "progression") for lag in (16, 64))
@@ -71,7 +71,7 @@ CLAIMS = (
     Claim(
         "A mixture of experts needs sequence ratios more than a dense model does (GSPO, section 5.3)",
         tuple(
-            Difference(
+            Contrast(
                 Side("reversal_moe", "gspo", lag),
                 Side("reversal_moe", "grpo", lag),
                 (Side("reversal", "gspo", lag), Side("reversal", "grpo", lag)),
@@ -90,7 +90,7 @@ CLAIMS = (
     Claim(
         "Token clips lose reward from lag 4 on (AReaL, table 3)",
         tuple(
-            Difference(Side(task, "grpo", 0), Side(task, "grpo", lag))
+            Contrast(Side(task, "grpo", 0), Side(task, "grpo", lag))
             for task in ("reversal", "reversal_moe", "progression")
             for lag in (4, 16, 64)
         ),
@@ -107,19 +107,19 @@ CLAIMS = (
 )
 
 
-def find(claim: Claim, rows: Sequence[StudyRow]) -> list[Finding]:
+def find(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
     """Return the differences of the claim that have a seed on every side."""
-    found: list[tuple[Difference, Comparison]] = []
+    found: list[tuple[Contrast, Comparison]] = []
     for difference in claim.differences:
         compared = _compare(difference, rows)
         if compared is not None:
             found.append((difference, compared))
     tested = [compared.p_value for _, compared in found if compared.p_value is not None]
     adjusted = iter(holm(tested))
-    return [Finding(*one, None if one[1].p_value is None else next(adjusted)) for one in found]
+    return [TestedContrast(*one, None if one[1].p_value is None else next(adjusted)) for one in found]
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[TestedContrast]) -> str:
     """Return the sentence that the intervals allow."""
     signs = [finding.sign for finding in findings]
     above, below, num = signs.count(1), signs.count(-1), len(signs)
@@ -135,7 +135,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     return f"not as a rule: {', '.join(parts)}, {num - above - below} not told from 0"
 
 
-def _compare(difference: Difference, rows: Sequence[StudyRow]) -> Comparison | None:
+def _compare(difference: Contrast, rows: Sequence[StudyRow]) -> Comparison | None:
     first, second = _rewards(difference.first, rows), _rewards(difference.second, rows)
     if difference.less is not None:
         more, less = (_rewards(side, rows) for side in difference.less)

@@ -17,7 +17,7 @@ from offbeat.lab.study.analysis import (
     conditions,
     signs_of_collapse,
 )
-from offbeat.lab.study.claims import CLAIMS, Finding, find, verdict
+from offbeat.lab.study.claims import CLAIMS, TestedContrast, find, verdict
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
@@ -170,7 +170,7 @@ def _claims(rows: Sequence[StudyRow]) -> str:
     return f"{text}\n\n{verdicts}\n\n{_markdown(heads, lines)}"
 
 
-def _finding_line(claim: str, finding: Finding) -> tuple[str, ...]:
+def _finding_line(claim: str, finding: TestedContrast) -> tuple[str, ...]:
     compared = finding.compared
     mean = f"{compared.difference:+.3f}"
     if compared.low is not None and compared.high is not None:

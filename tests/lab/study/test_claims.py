@@ -3,11 +3,11 @@
 import pytest
 
 from offbeat.lab.study.analysis import Condition, compare_methods
-from offbeat.lab.study.claims import Claim, Difference, Side, find, verdict
+from offbeat.lab.study.claims import Claim, Contrast, Side, find, verdict
 from offbeat.lab.study.trials import StudyRow
 from tests.lab.study.test_study_page import make_row
 
-SIDES = Difference(Side("reversal", "gspo", 4), Side("reversal", "grpo", 4))
+SIDES = Contrast(Side("reversal", "gspo", 4), Side("reversal", "grpo", 4))
 
 
 def rows_of(*differences: float, method: str = "gspo") -> list[StudyRow]:
@@ -36,7 +36,7 @@ def test_confirmed_is_only_said_where_the_interval_excludes_0(differences: tuple
 
 
 def test_one_difference_of_two_is_no_confirmation() -> None:
-    claim = Claim("gspo is better", (SIDES, Difference(Side("reversal", "sapo", 4), SIDES.second)))
+    claim = Claim("gspo is better", (SIDES, Contrast(Side("reversal", "sapo", 4), SIDES.second)))
     rows = [*rows_of(0.10, 0.11, 0.12), *(make_row("sapo", seed, 0.4 + 0.1 * seed) for seed in range(3))]
     assert verdict(find(claim, rows)) == "not as a rule: 1 of 2 for it, 1 not told from 0"
 
