@@ -98,8 +98,9 @@ def server_arguments(folder: Path, config: Config | None, engine: Literal["vllm"
     dtype = "auto" if config is None else config.model.dtype
     if engine == "transformers":
         return transformers_arguments(str(folder), dtype)
-    is_its_engine = config is not None and config.actor.engine != "transformers"
-    return vllm_arguments(str(folder), dtype, config.actor.engine_options if is_its_engine else {})
+    if config is None or config.actor.engine == "transformers":
+        return vllm_arguments(str(folder), dtype, {})
+    return vllm_arguments(str(folder), dtype, config.actor.engine_options)
 
 
 def serve(served: Served, stop: StopRequest, program: Sequence[str] = (sys.executable, "-m", MODULE)) -> int:

@@ -23,6 +23,7 @@ def test_vllm_server_takes_the_options_of_the_runs_engine(monkeypatch: pytest.Mo
         "kv_cache_memory_bytes": 1 << 20,
     }
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments("a/model", "float32", options))
+    assert arguments is not None
     engine = AsyncEngineArgs.from_cli_args(arguments)
     assert (engine.model, engine.dtype, engine.max_model_len, engine.enforce_eager) == ("a/model", "float32", -1, True)
     assert {name: getattr(engine, name) for name in options} == options
