@@ -117,7 +117,9 @@ def test_clip_band_of_an_objective_without_one_is_refused() -> None:
 
 def test_only_new_warnings_are_told() -> None:
     narrow = LossSection(clip_low=1e-4, clip_high=1e-4)
-    assert make().propose({"loss.clip_low": "1e-4"}).warnings[0].startswith("loss.clip_low = 0.0001")
+    of_run = complete(Config(model=GIVEN.model, data=GIVEN.data, loss=LossSection(clip_by="run")))
+    assert make(of_run).propose({"loss.clip_low": "1e-4"}).warnings[0].startswith("loss.clip_low = 0.0001")
+    assert make().propose({"loss.clip_low": "1e-4"}).warnings == [], "a completion's own band stays above the noise"
     warned = make(complete(Config(model=GIVEN.model, data=GIVEN.data, loss=narrow)))
     assert warned.propose({"staleness.max_staleness": "8"}).warnings == []
 
