@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {"gpu"})
     if not all(importlib.util.find_spec(package) for package in EXTRA_PACKAGES):
         _leave_out(config, items, {"extras"})
-    if "real_model" not in config.getoption("-m"):
+    if "real_model" not in str(config.getoption("-m")):
         _leave_out(config, items, {"real_model"})
 
 

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -147,4 +147,4 @@ def _keep(batch: _Batch, rows: set[int]) -> None:
     batch.logprobs = [batch.logprobs[row] for row in kept]
     batch.experts = [of_pass[kept] for of_pass in batch.experts]
     if batch.cache is not None and kept:
-        batch.cache.reorder_cache(torch.tensor(kept))
+        batch.cache.reorder_cache(cast(torch.LongTensor, torch.tensor(kept)))

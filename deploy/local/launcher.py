@@ -273,7 +273,7 @@ class Launcher:
         logger.info("%s: asking the learner to stop", self._stop.reason)
         # The learner records its signal as the reason of its end. Only SIGTERM pauses a run that has `run.grace_s`.
         is_users = self._stop.reason in ("SIGINT", "SIGHUP") and self._config.run.grace_s is None
-        self._learner.ask_to_stop(signal.Signals[self._stop.reason] if is_users else signal.SIGTERM)
+        self._learner.ask_to_stop(signal.Signals[str(self._stop.reason)] if is_users else signal.SIGTERM)
         while (status := self._learner.status) is None:
             time.sleep(LOOK_S)
         return status

@@ -84,7 +84,7 @@ def run_probes(
     file = folder / PROBE_FILE
     done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
     for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-        fitting = [method for method in chosen if TASKS[task].recipe.moe or method not in OF_MIXTURES]
+        fitting = [method for method in chosen if TASKS[task].recipe.architecture == "qwen3_moe" or method not in OF_MIXTURES]
         left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
         if not left:
             continue

@@ -31,7 +31,7 @@ class NoiseOfLength(NamedTuple):
         of the length, as in FSPO, https://arxiv.org/abs/2509.09177.
         """
         spread = NOISE_SPREADS * (self.variance + self.token_variance / lengths) ** 0.5
-        drift = COMPLETION_DRIFT / lengths
+        drift: Any = COMPLETION_DRIFT / lengths
         below, above = spread + max(0.0, -self.mean), spread + max(0.0, self.mean)
         return drift.clip(max=low).clip(min=below), drift.clip(max=high).clip(min=above)
 

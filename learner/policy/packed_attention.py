@@ -280,7 +280,7 @@ class Trial(NamedTuple):
     @torch.no_grad()
     def plain_logprobs(self, policy: PreTrainedModel) -> Tensor:
         """Return the log-probs of the pack's completion tokens from one pass for each completion, with eager attention."""
-        used = policy.config.get_text_config()._attn_implementation
+        used = str(policy.config.get_text_config()._attn_implementation)
         set_attention(policy, "eager")
         try:
             return torch.cat(

@@ -25,4 +25,4 @@ def test_config_passes_every_check_without_a_warning(path: Path) -> None:
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)
 def test_example_tells_the_command_that_runs_it(folder: Path) -> None:
     text = (folder / "README.md").read_text()
-    assert re.search(rf"(offbeat train|-m offbeat.deploy.cli.main learner) examples/{folder.name}/run.toml", text)
+    assert re.search(rf"(offbeat train|./dev train|-m offbeat.deploy.cli.main learner) examples/{folder.name}/run.toml", text)

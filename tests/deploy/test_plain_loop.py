@@ -17,8 +17,7 @@ from offbeat.common.records.run_folder import LOG
 from offbeat.common.settings.loading import load
 from offbeat.lab.replay.gradients import load_candidates
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.log_reading import read_history
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import read_log
 from tests.deploy.services import SERVICES_S, Services, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
@@ -74,7 +73,7 @@ def test_a_run_with_bound_0_takes_the_steps_of_a_plain_loop(services: Services, 
     train = services.start("train", config_file)
     assert services.wait(train, "train") == 0, services.output("train")
     assert all(row["clip/fraction"] == 0 for row in services.rows("run", "step"))
-    records = read_history(tmp_path / "run" / LOG, Position(0, 0))
+    records = read_log(tmp_path / "run" / LOG)
     groups = load_candidates(records, load(Path(config_file)), {}).groups
     assert len(groups) == NUM_STEPS * GROUPS_PER_STEP
 

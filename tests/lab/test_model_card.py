@@ -103,8 +103,9 @@ def test_card_says_what_the_model_was_trained_on_and_reproduces_it(tmp_path: Pat
             metrics.write(StepRow(policy_version=version, metrics={"reward/mean": version / 100, "lag/mean": 1.5}))
     write_card(run, config, 20, tmp_path, is_adapter=False)
     card = ModelCard.load(tmp_path / CARD_FILE)
-    assert (card.data.library_name, card.data.base_model) == ("transformers", None)
-    assert "gspo" in card.data.tags
+    data = card.data.to_dict()
+    assert (data["library_name"], data.get("base_model")) == ("transformers", None)
+    assert "gspo" in data["tags"]
     assert "| Base model | `models/mine` |" in card.text
     assert str(tmp_path) not in card.content
     assert "10.1.2.3" not in card.content
@@ -125,7 +126,8 @@ def test_curve_is_that_of_the_evaluations_where_there_are_some(tmp_path: Path) -
     (tmp_path / "config.toml").write_text(resolved_toml(make_config(tmp_path)))
     write_card(tmp_path, make_config(Path("owner/base")), 20, tmp_path, is_adapter=True)
     card = ModelCard.load(tmp_path / CARD_FILE)
-    assert (card.data.library_name, card.data.base_model) == ("peft", "owner/base")
+    data = card.data.to_dict()
+    assert (data["library_name"], data["base_model"]) == ("peft", "owner/base")
     assert [line for line in card.text.splitlines() if "0.500" in line] == [f"| {at} |  | 0.500 |  |" for at in (0, 10, 20)]
 
 

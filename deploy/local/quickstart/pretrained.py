@@ -139,7 +139,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
         raise SettingError("model.path", str(file), problem, cure) from error
     _check_shapes(file, model)
     # With these two marks transformers would refuse to save the unpacked weights.
-    model.hf_quantizer = None
+    model.__dict__["hf_quantizer"] = None
     model.config.__dict__.pop("quantization_config", None)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

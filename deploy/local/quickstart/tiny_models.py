@@ -184,7 +184,10 @@ def _save_random_model(
     max_length: int,
     seed: int,
 ) -> None:
-    shape = _text_shape(tokenizer, max_length=max_length) | {"tie_word_embeddings": tie_embeddings, "dtype": "float32"}
+    shape: dict[str, Any] = _text_shape(tokenizer, max_length=max_length) | {
+        "tie_word_embeddings": tie_embeddings,
+        "dtype": "float32",
+    }
     # The caller's random state is unchanged: tests draw from it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -192,7 +195,7 @@ def _save_random_model(
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN_SIZE}
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
         elif architecture == "qwen3_5":
-            heads = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
+            heads: dict[str, Any] = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
             sizes = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
             layers = {"layer_types": ["linear_attention", "full_attention"]}
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape | heads | sizes | layers))

@@ -58,7 +58,9 @@ def test_signal_elsewhere_is_acknowledged_at_once_and_ends_the_work_in_order() -
 
 
 def test_closed_terminal_ends_the_work_in_order_although_it_says_so_twice() -> None:
-    process = start(WORKING.replace("AFTER", "time.sleep(0.5)"))
+    # The tests may be run by nohup.
+    heeded = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    process = start(heeded + WORKING.replace("AFTER", "time.sleep(0.5)"))
     assert process.stderr is not None
     process.stderr.close()
     process.send_signal(signal.SIGHUP)

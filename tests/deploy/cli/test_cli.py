@@ -43,7 +43,11 @@ def test_check_prints_a_config_that_check_accepts_again(services: Services, tmp_
     (tmp_path / "again.toml").write_text(first.stdout)
     second = services.run("check", "again.toml")
     assert "num_steps = 7" in second.stdout
-    assert second.stdout == first.stdout
+    # The notes above the settings tell how much memory is free, which changes.
+    settings = [
+        [line for line in printed.splitlines() if not line.startswith("#")] for printed in (first.stdout, second.stdout)
+    ]
+    assert settings[0] == settings[1]
 
 
 def test_config_may_lie_in_a_folder_whose_name_looks_like_a_setting(

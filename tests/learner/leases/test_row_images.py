@@ -83,7 +83,7 @@ def test_another_image_under_the_same_name_is_another_prompt(tmp_path: Path, tok
         ("<image>", "missing.png", r"'missing.png' of .*data.jsonl:1 cannot be read \(No such file"),
         ("<image>", "text.png", "'text.png' of .*data.jsonl:1 cannot be used: it is not an image"),
         ("<image>", "huge.png", f"huge.png.* more than {MAX_PROMPT_BYTES}"),
-        ("<image>", ["a.png", 3], "it is a list"),
+        ("<image>", ["a.png", 3], "it is of type list"),
         ("<image>" * 17, ["a.png"] * 17, "has 17 images"),
     ],
 )

@@ -347,7 +347,7 @@ def test_a_wrong_result_names_the_setting(module, function, message):
         ("no_such_module:function", "there is no module 'no_such_module'"),
         ("broken_penalties:function", r"ZeroDivisionError: division by zero \(.*broken_penalties.py:2\)"),
         ("user_penalties:missing", "user_penalties.py has no 'missing'"),
-        ("user_penalties:number", "'number' is a "),
+        ("user_penalties:number", "'number' is of type int"),
     ],
 )
 def test_a_function_that_is_not_there_names_the_setting(module, path, message):

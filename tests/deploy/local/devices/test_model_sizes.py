@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import msgspec
@@ -25,9 +25,11 @@ def test_published_models_have_their_published_numbers_of_parameters(fields: dic
     assert sizes_of(fields).num_parameters == num_parameters
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_parameters_of_a_model_that_is_made_are_those_in_its_files(moe: bool, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, alphabet="0123456789>", moe=moe)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_parameters_of_a_model_that_is_made_are_those_in_its_files(
+    architecture: Literal["qwen3", "qwen3_moe"], tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path, alphabet="0123456789>", architecture=architecture)
     sizes = model_sizes(str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sizes is not None
