@@ -196,8 +196,8 @@ def _save_random_model(
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
         elif architecture == "qwen3_5":
             heads: dict[str, Any] = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
-            sizes = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
-            layers = {"layer_types": ["linear_attention", "full_attention"]}
+            sizes: dict[str, Any] = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
+            layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape | heads | sizes | layers))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
