@@ -15,7 +15,7 @@ ROOMS = ("protocols", "common", "actor", "learner", "lab", "deploy")
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 OTHER_SOURCES = [path for folder in ("tests", "docs", "src/offbeat", ".ci") for path in (ROOT / folder).rglob("*.py")]
 DOCUMENTS = [*SOURCES, *(page for page in PAGES if page.name != "CHANGELOG.md")]
-"""What is checked. The changelog also has names that are gone."""
+"""The pages that are checked; not the changelog, which also has names that are gone."""
 
 _SECTIONS = "|".join(sorted({name.partition(".")[0] for name in setting_names()}))
 SETTING = re.compile(rf"(?<![\w./-])((?:{_SECTIONS})\.[a-z][a-z_]*[a-z])\b(?![(/])")

@@ -29,7 +29,7 @@ class _Batch:
     max_new_tokens: int
     temperature: float
     cache: Cache | None = None
-    """What the model keeps of all tokens but the last ones; None before the first pass, and where it is to be made again."""
+    """The model's cache of all tokens but the last ones; None before the first pass, and after `restart`."""
     token_ids: list[list[int]] = field(default_factory=list)
     """Sampled tokens of each completion."""
     logprobs: list[list[float]] = field(default_factory=list)

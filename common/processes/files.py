@@ -1,4 +1,4 @@
-"""Files: those that survive a power failure, and as many open ones as the system allows."""
+"""Files: those that survive a power failure, as many open ones as the system allows, and the cache of what is made once."""
 
 import errno
 import os
@@ -85,3 +85,8 @@ def patiently(open_it: Callable[[], T]) -> T:
             if not lacks_descriptors(error) or time.monotonic() >= deadline:
                 raise
         time.sleep(0.005)
+
+
+def cache_folder() -> Path:
+    """Return offbeat's folder for what is made once on a machine: below `XDG_CACHE_HOME`, else `~/.cache`. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"

@@ -491,7 +491,7 @@ class Environment(NamedTuple):
 
     @property
     def is_external(self) -> bool:
-        """Whether it runs in a Python of its own, or is one of a framework, which runs as if it did."""
+        """The environment runs in a process with a Python of its own; those of a framework always do."""
         return bool(self.python or self.requirements or self.function.partition(":")[0] in FRAMEWORKS)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from offbeat.common.errors import SettingError
+from offbeat.common.processes.files import cache_folder
 from offbeat.common.settings.config import Environment
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,7 @@ def interpreter(environment: Environment) -> str:
         problem = f"the file cannot be read ({error.strerror})"
         raise SettingError(_REQUIREMENTS, str(file), problem, "Give a file with a requirement on each line.") from error
     digest = hashlib.sha256(b"\0".join([content, str(Path(base).resolve()).encode()])).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "offbeat" / f"environment-{digest}"
+    folder = cache_folder() / f"environment-{digest}"
     if not (folder / READY_FILE).exists():
         _make(folder, base, file)
     return str(folder / "bin" / "python")

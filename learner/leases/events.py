@@ -54,7 +54,7 @@ class Accepted(Event, frozen=True):
     reward_s: float
     """Seconds from the last completion's end until all rewards were known."""
     experts: ExpertsMeta | None = None
-    """As in `GroupDone`."""
+    """`GroupDone.experts`, unchanged."""
 
 
 class Dropped(Event, frozen=True):

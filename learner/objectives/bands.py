@@ -85,7 +85,7 @@ class ClippedRatio(NamedTuple):
     log_ratio: Tensor
     """Logarithm of the ratio, `[rows, tokens]`: the token's own, its prefix's, or its row's `log s` in every token."""
     clip_low: float | Tensor
-    """The same for all completions, or `[rows, 1]`."""
+    """Distance below 1 at which a ratio is clipped: one number for all completions, or `[rows, 1]`."""
     clip_high: float | Tensor
 
 

@@ -57,7 +57,7 @@ class HostedChat:
         self.key: str = start["episode"]
         """Another one for every attempt at an episode."""
         self.seed: int = start["seed"]
-        """The same for all episodes of a group."""
+        """Seed of the group: all its episodes have the same one."""
         self.prompt: str = start["prompt"]
         self.is_evaluation: bool = start["is_evaluation"]
         self.metrics: dict[str, float] = {}

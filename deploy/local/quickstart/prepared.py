@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.files import cache_folder
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.quickstart.pretrained import SmolLM2, convert, gguf_file, hash_file
@@ -152,8 +153,7 @@ RECIPES = (
 def prepared_folder(recipe: AnyRecipe) -> Path:
     """Return the folder of a recipe, whether it exists or not: below `XDG_CACHE_HOME`, else `~/.cache`."""
     text = recipe.digest + recipe.dtype if isinstance(recipe, GgufRecipe) else repr(recipe)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offbeat" / f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return cache_folder() / f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def ensure(folder: Path, recipe: AnyRecipe) -> bool:
