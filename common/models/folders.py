@@ -3,13 +3,15 @@
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import SettingError, one_line
 from offbeat.protocols.message_parts import ModelHashes
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ SMALL_FILES = (
 )
 """Every file of a model folder, but weights, that an engine or a tokenizer reads."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+HUB_S = 4.0
+"""Seconds within which the model hub must answer."""
 BUFFER_BYTES = 1 << 20
 """Bytes of a weight file that are read at once."""
 
@@ -34,6 +38,9 @@ def resolve_model(path: str) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
+    obstacle = hub_obstacle(path)
+    if obstacle is not None:
+        raise SettingError("model.path", path, *obstacle)
     # Takes 0.3 s to import, and is only needed for hub names.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -58,19 +65,60 @@ def find_config(path: str, *, asks_hub: bool = True) -> bytes | None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        # The cache first: without a connection the hub is tried for half a minute.
         cached = try_to_load_from_cache(path, "config.json")
-        if not isinstance(cached, str) and not asks_hub:
+        if isinstance(cached, str):
+            return _read(Path(cached))
+        if not asks_hub or hub_obstacle(path) is not None:
             return None
-        if not isinstance(cached, str):
-            logger.info(
-                "asking the Hugging Face Hub for the config of %s; without a connection that takes half a minute, unless "
-                "HF_HUB_OFFLINE=1 is set",
-                path,
-            )
-        return _read(Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json")))
+        return _read(Path(hf_hub_download(path, "config.json")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+@cache
+def hub_obstacle(name: str) -> tuple[str, str] | None:
+    """Return why the model hub cannot serve this model, and the cure; None for a model in the cache, and when the hub has it.
+
+    The hub's own functions repeat a failed request for half a minute. This asks once, for `HUB_S` at most.
+    """
+    import httpx2
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    answers: list[tuple[str, str] | None] = []
+
+    def ask() -> None:
+        try:
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                logger.info("looking for model.path = %s at the model hub, for at most %.0f s", name, HUB_S)
+                HfApi(constants.ENDPOINT).model_info(name, timeout=HUB_S)
+            answers.append(None)
+        except HFValidationError:
+            answers.append(("it is no folder here, and no name of a model hub", "Correct the path or the name."))
+        except RepositoryNotFoundError:
+            cure = "Correct the path or the name; for a private model, set HF_TOKEN."
+            answers.append(("it is no folder here, and the model hub has no such model", cure))
+        except OfflineModeIsEnabled:
+            cure = "Give a model folder, or unset HF_HUB_OFFLINE."
+            answers.append(("it is no folder here, it is not in the hub's cache, and HF_HUB_OFFLINE is set", cure))
+        except HfHubHTTPError:
+            # A hub that answers with an error may serve it at the next request.
+            answers.append(None)
+        except (httpx2.HTTPError, OSError, ValueError, KeyError) as error:
+            answers.append(_unreachable(one_line(error)))
+
+    # A thread, since the name of the hub is looked up without a time limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_S)
+    return answers[0] if answers else _unreachable(f"no answer within {HUB_S:.0f} s")
+
+
+def _unreachable(reason: str) -> tuple[str, str]:
+    return (
+        f"it is no folder here, and the model hub cannot be reached ({reason})",
+        "Give a model folder, or a hub name on a machine that reaches the hub.",
+    )
 
 
 def has_weight_files(path: str) -> bool:

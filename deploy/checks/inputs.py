@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import hub_obstacle
 from offbeat.common.models.images import MODEL_TYPES
 from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
@@ -79,22 +80,30 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         yield from _describe(setting, loaded, tokenizer)
 
 
-def check_hub_names(config: Config) -> Iterator[Finding]:
-    """Note names that the Hugging Face Hub will be asked for, as they are not on this machine; warn of likely typing errors."""
+def check_hub_names(config: Config, kind_of_missing: Literal["mistake", "warning"]) -> Iterator[Finding]:
+    """Note names that the Hugging Face Hub will be asked for, as they are not on this machine; warn of likely typing errors.
+
+    A model that the hub cannot serve to this machine is a finding of `kind_of_missing`.
+    """
     names = [("model.path", config.model.path, "model", "its files, and the lengths of prompts,")]
     names += [(setting, source, "dataset", "its rows") for setting, source, _ in _sources(config) if not is_generated(source)]
     for setting, name, kind, unchecked in names:
         if not name or is_local_data(name) or is_function(name):
             continue
         path = Path(name)
+        obstacle = hub_obstacle(name) if kind == "model" else None
         there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+        hint = f" Did you mean {path.with_name(close[0])}?" if close else ""
+        if obstacle is not None:
+            problem, cure = obstacle
+            yield Finding(kind_of_missing, f"{SettingError(setting, name, problem, cure)}{hint}")
+            continue
         text = (
             f'{setting} = "{name}" is not on this machine and is taken for a {kind} of the Hugging Face Hub: {unchecked} '
             "will only be checked after the start."
         )
-        text += f" Did you mean {path.with_name(close[0])}?" if close else ""
-        yield Finding("warning" if close or "/" not in name else "note", text)
+        yield Finding("warning" if close or "/" not in name else "note", text + hint)
 
 
 def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:

@@ -10,7 +10,7 @@
 | engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x | x |
 | the reward called once | x | x | | | |
 | learner processes, in groups that share packs | x | x | | | |
-| names that the Hugging Face Hub is asked for | x | x | | | |
+| names that the Hugging Face Hub is asked for, and whether it has the model | x | x | | | |
 | GPUs of this machine, and the plan of what works on which | x | x | | | |
 | variables of a distributed launcher, which `train` sets itself | x | | x | | |
 | builds of the packages beside torch | x | | | | |
@@ -240,14 +240,14 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         machine.check_groups_of_processes,
         machine.check_variables,
         machine.check_companions,
-        check_hub_names,
+        partial(check_hub_names, kind_of_missing="warning"),
         check_episodes,
         machine.show_devices,
     ),
     "train": (
         *_LEARNER,
         *_ACTOR,
-        check_hub_names,
+        partial(check_hub_names, kind_of_missing="mistake"),
         machine.check_shared_actor_port,
         machine.check_groups_of_processes,
         machine.check_devices,
