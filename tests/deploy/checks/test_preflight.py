@@ -464,23 +464,42 @@ def write_arrow(rows: list[dict[str, str]]) -> None:
 
 
 FORMATS: dict[str, Callable[[list[dict[str, str]]], Any]] = {
-    "json": lambda rows: Path("data.json").write_bytes(msgspec.json.encode(rows)),
     "csv": lambda rows: Path("data.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},3\n" for row in rows)),
     "parquet": lambda rows: datasets.Dataset.from_list(rows).to_parquet("data.parquet"),
     "arrow": write_arrow,
-    "": lambda rows: datasets.Dataset.from_list(rows).save_to_disk("data"),
+    "folder": lambda rows: datasets.Dataset.from_list(rows).save_to_disk("data.folder"),
 }
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_rows_of_every_format_are_checked_by_a_process_of_its_own(suffix: str, overrides: list[str]) -> None:
-    FORMATS[suffix]([{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}])
-    source = f"data.{suffix}".rstrip(".")
+def check_apart(overrides: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run `offbeat check` in a process of its own, which has not imported torch."""
     Path("run.toml").touch()
-    # A process of its own, which has not imported torch.
-    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "check", "run.toml", *overrides, f"data.train_data={source}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "has 9 tokens" in done.stderr
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "check", "run.toml", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.train_data=data.json"],
+        # `datasets`, unlike the reader of JSON, imports torch.
+        pytest.param(
+            [
+                "data.train_data=data.csv",
+                *(f"data.eval_data.{suffix}=data.{suffix}" for suffix in ("parquet", "arrow", "folder")),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["JSON", "other formats"],
+)
+def test_rows_of_every_format_are_checked_by_a_process_of_its_own(settings: list[str], overrides: list[str]) -> None:
+    rows = [{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}]
+    Path("data.json").write_bytes(msgspec.json.encode(rows))
+    for write_rows in FORMATS.values():
+        write_rows(rows)
+    done = check_apart([*overrides, *settings])
+    assert done.stderr.count("has 9 tokens") == len(settings), done.stderr
     assert "could not be checked" not in done.stderr
     assert done.returncode == 2
 
@@ -520,18 +539,7 @@ def test_busy_machine_gives_its_checks_more_time(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_function_may_import_torch_although_the_check_of_the_data_does_without_it(overrides: list[str]) -> None:
     Path("my_rows.py").write_text(ROWS)
-    Path("run.toml").touch()
-    # A process of its own, which has not imported torch.
-    command = [
-        sys.executable,
-        "-m",
-        "offbeat.deploy.cli.main",
-        "check",
-        "run.toml",
-        *overrides,
-        "data.train_data=my_rows:needs_torch",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = check_apart([*overrides, "data.train_data=my_rows:needs_torch"])
     assert "data.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
     assert done.returncode == 0
 
