@@ -21,7 +21,7 @@ def check_command(
     from offbeat.common.settings.checks import check_before_run
     from offbeat.common.settings.loading import resolved_toml
     from offbeat.deploy.checks.preflight import look
-    from offbeat.deploy.local.quickstart.prepared import expand, is_made
+    from offbeat.deploy.local.quickstart.prepared import expand_made
 
     if show_explanation:
         explain_command(arguments)
@@ -31,10 +31,11 @@ def check_command(
     config = load_config(arguments, default=QUICKSTART)
     decided = decide_resume(config)
     # Prepared tasks are made when they are first run.
-    if not is_made(config):
+    expanded = expand_made(decided)
+    if expanded is None:
         check_before_run(decided)
     else:
-        for note in look(expand(decided), "check"):
+        for note in look(expanded, "check"):
             typer.echo(f"# {note}")
     typer.echo(resolved_toml(config))
 

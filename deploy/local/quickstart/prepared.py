@@ -217,16 +217,23 @@ def _delete_unfinished(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def is_made(config: Config) -> bool:
-    """Return whether every folder that a placeholder in the settings stands for exists."""
-    return all(prepared_folder(recipe).exists() for recipe in _recipes(config))
-
-
 def expand(config: Config) -> Config:
     """Return the settings with folders for placeholders and for a GGUF file; make those folders. Raise `SettingError`."""
-    for recipe in _recipes(config):
+    recipes = _recipes(config)
+    for recipe in recipes:
+        ensure(prepared_folder(recipe), recipe)
+    return _with_folders(config, recipes)
+
+
+def expand_made(config: Config) -> Config | None:
+    """Return what `expand` returns, if every folder exists; else None. Makes nothing."""
+    recipes = _recipes(config)
+    return _with_folders(config, recipes) if all(prepared_folder(recipe).exists() for recipe in recipes) else None
+
+
+def _with_folders(config: Config, recipes: Sequence[AnyRecipe]) -> Config:
+    for recipe in recipes:
         folder = prepared_folder(recipe)
-        ensure(folder, recipe)
         if isinstance(recipe, GgufRecipe):
             config = replace(config, model=replace(config.model, path=str(folder / "model")))
         else:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.quickstart import pretrained
-from offbeat.deploy.local.quickstart.prepared import expand, is_made
-from offbeat.deploy.local.quickstart.pretrained import SmolLM2, convert, gguf_file
+from offbeat.deploy.local.quickstart import prepared, pretrained
+from offbeat.deploy.local.quickstart.prepared import expand, expand_made
+from offbeat.deploy.local.quickstart.pretrained import SmolLM2, convert, gguf_file, hash_file
 
 TOKENS = ["<s>", "</s>", *"abcdefg", "ab"]
 
@@ -85,14 +85,18 @@ def test_gguf_file_at_the_models_path_becomes_a_folder_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = load(None, [f"model.path={file}"])
-    assert not is_made(config)
+    assert expand_made(config) is None
     folder = Path(expand(config).model.path)
     assert (folder / "model.safetensors").exists()
-    assert is_made(config)
     monkeypatch.setattr(pretrained, "convert", None)
     assert expand(config).model.path == str(folder)
     other = load(None, [f"model.path={file}", "model.dtype=float32"])
-    assert not is_made(other), "its weights have another dtype"
+    assert expand_made(other) is None, "its weights have another dtype"
+    hashed: list[Path] = []
+    monkeypatch.setattr(prepared, "hash_file", lambda file: hashed.append(file) or hash_file(file))
+    made = expand_made(config)
+    assert made is not None and made.model.path == str(folder)
+    assert hashed == [file], "it may be large"
 
 
 def test_gguf_file_may_be_named_by_its_folder(file: Path, tmp_path: Path) -> None:
