@@ -134,10 +134,12 @@ def load_prompts(
             raise SettingError("data.prompt_field", data.prompt_field, f"{row.place} has an empty prompt", "Remove the row.")
         if len(token_ids) > data.max_prompt_tokens:
             if data.long_prompts == "error":
+                # Of a very long text only the beginning is tokenized.
+                least = "at least " if len(token_ids) > 2 * data.max_prompt_tokens else ""
                 raise SettingError(
                     "data.max_prompt_tokens",
                     data.max_prompt_tokens,
-                    f"the prompt of {row.place} has {len(token_ids)} tokens",
+                    f"the prompt of {row.place} has {least}{len(token_ids)} tokens",
                     'Raise the limit, or set data.long_prompts="drop" to leave such rows out.',
                 )
             num_dropped += 1

@@ -19,6 +19,8 @@ from offbeat.protocols.payload import MAX_IMAGES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BEGINNING = 64
+"""Characters for each token that a prompt may have; a longer text is judged by so many first."""
 
 Message = dict[str, Any]
 """A message of a conversation: `role`, `content`, and whatever else the chat template knows."""
@@ -32,7 +34,7 @@ def render(row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase) 
     prompt = _field(row, "data.prompt_field", data.prompt_field)
     if isinstance(prompt, str):
         if not data.chat_template:
-            return prompt, np.asarray(tokenizer.encode(prompt), dtype=np.int32)
+            return prompt, _tokenize(prompt, data, tokenizer, add_special_tokens=True)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
         messages = _conversation(prompt, row, data)
@@ -93,7 +95,21 @@ def _apply_template(
         raise SettingError("data.chat_template", True, problem, "Correct the messages or the template's arguments.") from error
     assert isinstance(rendered, str)
     # The template has put the special tokens into the text already.
-    return np.asarray(tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
+    return _tokenize(rendered, data, tokenizer, add_special_tokens=False)
+
+
+def _tokenize(
+    text: str, data: DataSection, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> NDArray[np.int32]:
+    """Return the token ids of a text, or of its beginning where that alone has over twice the tokens that a prompt may have.
+
+    The tokens of a line of megabytes, such as a file without line ends, take a minute.
+    """
+    beginning = text[: data.max_prompt_tokens * BEGINNING]
+    token_ids = tokenizer.encode(beginning, add_special_tokens=add_special_tokens)
+    if len(beginning) < len(text) and len(token_ids) <= 2 * data.max_prompt_tokens:
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return np.asarray(token_ids, dtype=np.int32)
 
 
 def _template_arguments(row: DataRow, data: DataSection) -> dict[str, Any]:

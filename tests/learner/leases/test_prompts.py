@@ -115,6 +115,33 @@ def test_too_long_prompt_is_an_error_that_names_the_row_and_the_cure(tmp_path: P
         load(path, DataSection(max_prompt_tokens=3))
 
 
+class HeardTokenizer(CharacterTokenizer):
+    """Notes the length of each text that it tokenizes; blanks are no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[int] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.heard.append(len(text))
+        return super().encode(text.replace(" ", ""), add_special_tokens=add_special_tokens)
+
+
+def test_of_a_text_of_megabytes_only_the_beginning_is_tokenized(tmp_path: Path) -> None:
+    tokenizer = HeardTokenizer()
+    path = write(tmp_path, f'{{"prompt": "{"a" * 8_000_000}"}}')
+    with pytest.raises(SettingError, match=r":1 has at least 193 tokens\. "):
+        load(path, DataSection(max_prompt_tokens=3), tokenizer)
+    assert tokenizer.heard == [192]
+
+
+def test_long_text_of_few_tokens_is_a_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path, f'{{"prompt": "{" " * 1_000}ab"}}')
+    ((prompt,), _) = load(path, DataSection(max_prompt_tokens=3), tokenizer := HeardTokenizer())
+    assert len(prompt.token_ids) == 3
+    assert tokenizer.heard == [192, 1_002]
+
+
 def test_too_long_prompts_are_left_out_and_counted_when_asked(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "abc"}', '{"prompt": "ab"}', '{"prompt": "abcd"}')
     prompts, num_dropped = load(path, DataSection(max_prompt_tokens=3, long_prompts="drop"))
