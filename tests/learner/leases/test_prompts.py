@@ -122,7 +122,7 @@ class HeardTokenizer(CharacterTokenizer):
         super().__init__()
         self.heard: list[int] = []
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.heard.append(len(text))
         return super().encode(text.replace(" ", ""), add_special_tokens=add_special_tokens)
 
