@@ -63,7 +63,7 @@ class HeartbeatRepeater:
         self._lock = threading.Lock()
         """Held while a heartbeat is sent: the loop and this thread take turns at the connection."""
         self._heartbeat: ActorHeartbeat | None = None
-        """None while the loop is not busy."""
+        """The heartbeat to send during a long step of the loop; None while the loop is not busy."""
         self._ends_at = 0.0
         self._what = ""
         self._closed = threading.Event()

@@ -163,7 +163,7 @@ class RunHistory:
     samples: list[SampleRow] = field(default_factory=list)
     """Completions as text, by rising policy version."""
     final: FinalRow | None = None
-    """None while the run goes on, and after the learner was killed."""
+    """The outcome; None while the run continues, and after the learner was killed."""
 
     @property
     def ledger(self) -> LedgerSums | None:

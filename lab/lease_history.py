@@ -23,7 +23,7 @@ class LeaseHistory(msgspec.Struct):
 
     lease_id: int
     granted: Granted | None = None
-    """None where the log does not reach back to the grant."""
+    """The grant; None where the log does not reach back to the grant."""
     accepted: Accepted | None = None
     over: Dropped | Expired | None = None
     trained: Trained | None = None
@@ -49,7 +49,7 @@ class LeaseHistory(msgspec.Struct):
 
     @property
     def prompt_id(self) -> int | None:
-        """None where the log does not reach back to the grant."""
+        """Id of the prompt; None where the log does not reach back to the grant."""
         return None if self.granted is None else self.granted.prompt_id
 
     @property

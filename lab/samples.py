@@ -35,9 +35,9 @@ class SamplesRequest(NamedTuple):
 
     order: Order = "newest"
     step: int | None = None
-    """Only groups of the optimizer step that made this policy version."""
+    """Show only groups of the optimizer step that made this policy version."""
     prompt_id: int | None = None
-    """Only groups of this prompt."""
+    """Show only groups of this prompt."""
     num_groups: int = 4
     num_completions: int = 4
     """Completions to show of each group: the best ones first; for the order `worst`, the worst ones first."""
@@ -66,10 +66,10 @@ class SampledGroup(msgspec.Struct, frozen=True):
     policy_lag: int
     lease_id: int
     prompt_id: int | None
-    """None where the log does not reach back to the lease's grant."""
+    """Id of the prompt; None where the log does not reach back to the lease's grant."""
     actor: str
     prompt: str | None
-    """None where the data does not have the prompt any more, or another one under its id."""
+    """Text of the prompt; None where the data no longer has it, or has another one under its id."""
     completions: tuple[SampledCompletion, ...]
 
 

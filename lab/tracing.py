@@ -41,7 +41,7 @@ class TraceSpan(NamedTuple):
 
     name: str
     start: float
-    """In seconds since the epoch, by the learner's clock."""
+    """Start in seconds since the epoch, by the learner's clock."""
     end: float
     """At least `start`."""
     attributes: Mapping[str, str | int | float] = {}

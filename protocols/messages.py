@@ -166,7 +166,7 @@ class ActorHeartbeat(Message, frozen=True):
     seen_lease_id: NaturalOrNone
     """`newest_lease_id` of the last `LearnerHeartbeat`. A lease up to it that is not in `lease_ids` was lost on the way."""
     reward_trouble: RewardTrouble | None = None
-    """None while rewards can be had."""
+    """Rewards that are temporarily unavailable; None while rewards work."""
 
 
 class WeightsStaged(Message, frozen=True):

@@ -25,7 +25,7 @@ class ExpertRecord:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._recorded: dict[str, list[tuple[int, NDArray[np.uint8]]]] = defaultdict(list)
-        """For each request its stretches of tokens, each with the index of the first one; a later one replaces an earlier."""
+        """The stretches of each request: index of the first token, and the experts. A later one replaces an earlier one."""
 
     @contextlib.contextmanager
     def recording(self, batch: ContinuousBatchingIOs | ContinuousBatchingAsyncIOs) -> Iterator[None]:

@@ -21,14 +21,14 @@ from offbeat.common.user_code.environment_function import ToolSchema
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program
-    """No token fits any more (`model.max_length`). An episode whose function lets it pass ends with its rewards so far."""
+    """Raised when no more token fits (`model.max_length`). Not caught, it ends the episode with its rewards so far."""
 
 
 class Reply(NamedTuple):
     """One turn of the model."""
 
     text: str
-    """Without special tokens; with a parser also without reasoning and tool calls."""
+    """The sampled text without special tokens; with a parser also without reasoning and tool calls."""
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     """`stop`: the model ended its turn. `length`: it was cut at `max_new_tokens`, or where no more tokens fit."""
@@ -56,11 +56,11 @@ class ChatEpisode:
         self.rewards = 0.0
         """The sum of the rewards given so far."""
         self.turn_rewards: dict[int, float] = {}
-        """Those of them given after the first turn was asked for, by the number of the turn asked for last."""
+        """Rewards given after the first turn was requested, by the number of the newest requested turn."""
         self.metrics: dict[str, float] = {}
         """The metrics given so far."""
         self.num_calls = 0
-        """Tool calls so far, in all sequences."""
+        """The number of tool calls so far, in all sequences."""
         self._send = send
         self._open_url = open_url
         self._num_asked = 0

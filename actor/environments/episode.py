@@ -22,7 +22,7 @@ class GroupMember(NamedTuple):
 
     lease_id: int
     number: int
-    """In the group."""
+    """Index of the episode in its group."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class EpisodeTurn:
     context: Sequence[int]
     max_new_tokens: int
     completion: Completion | None = None
-    """None while it is being sampled."""
+    """The sampled completion; None while it is being sampled."""
     is_withdrawn: bool = False
     """True when the function has stopped waiting for it; it leaves no tokens."""
 

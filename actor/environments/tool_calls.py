@@ -27,7 +27,7 @@ class Parsed(NamedTuple):
     """A turn of the model in parts."""
 
     text: str
-    """Without special tokens; with parsers also without reasoning and tool calls."""
+    """The sampled text without special tokens; with parsers also without reasoning and tool calls."""
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
 

@@ -26,7 +26,7 @@ Backend = Bubblewrap | Landlock
 
 
 class NoSandboxError(Exception):
-    """No sandbox works on this machine; the text says why, and what to do."""
+    """Raised where no sandbox works on this machine; the text names the reasons and the cure."""
 
 
 class Local:

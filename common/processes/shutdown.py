@@ -63,7 +63,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def at_once(self, last_words: str) -> Iterator[None]:
-        """Within, let a signal end the process after these words: imports, a model's loading, a report.
+        """Let a signal in this context end the process after logging `last_words`: imports, a model's loading, a report.
 
         The words say what is kept and how to go on. The signal raises `SystemExit`, so that contexts are closed: with status 0
         for SIGTERM, as services end that are asked to, and 130 for SIGINT.

@@ -28,7 +28,7 @@ class Generator(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    """Without `size`, `seed` and `task`."""
+    """The options of the task itself: all but `size`, `seed` and `task`."""
     size: int
     seed: int
     task: str

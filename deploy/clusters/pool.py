@@ -61,7 +61,7 @@ class StartBackoff:
         self._there: set[str] = set()
         """The pool's actors at the last look."""
         self._joined: set[str] = set()
-        """Those of them that were members of the run."""
+        """Actors of the pool that have been members of the run."""
         self._leaving: set[str] = set()
         """Actors that were asked to leave since the last look."""
         self._num_started = 0

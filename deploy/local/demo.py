@@ -43,7 +43,7 @@ class Scene(NamedTuple):
     step: int
     """The optimizer step from which on it is played, once the scene before it is over."""
     play: Callable[["Stage"], str | None]
-    """Does it, and returns the kind of event that ends the scene; None where nothing is waited for."""
+    """Function that plays the scene. It returns the kind of event that ends the scene, or None to wait for nothing."""
 
 
 class Stage:

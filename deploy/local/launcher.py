@@ -112,7 +112,7 @@ class Service:
 
     @property
     def status(self) -> int | None:
-        """None while the service works; else the exit status of the process that failed, or 0 when the first one succeeded.
+        """Exit status of the process that failed, or 0 when the first one succeeded; None while the service works.
 
         0 also before the first start.
         """

@@ -158,7 +158,7 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     leases = LeaseHistories(recording.events)
     arrived: dict[int, Group] = {}
     trained: dict[int, TrainedBatch] = {}
-    """By the identity of the event: steps that are made again after a restart may have an equal one."""
+    """Batches by the identity of their event, because a step that is repeated after a restart may have an equal event."""
     admitted, dropped, expired = [], [], []
     for index, event in enumerate(recording.events):
         match event:
@@ -237,7 +237,7 @@ class _ReplayedLearner:
         self._config = replace_settings(config, changed)
         self._policy = StalenessPolicy(self._config.staleness, config.train)
         self._evaluations = Evaluations(interval=0, num_prompts=0)
-        """No evaluation is ever due: the log has no leases for evaluation."""
+        """Evaluations that are never due, because the log has no leases for evaluation."""
         self._use_ledger(Ledger())
         self._offered: Granted | None = None
         """The recorded grant that an actor is there to take."""

@@ -41,7 +41,7 @@ class TestedContrast(NamedTuple):
 
     difference: Contrast
     compared: Comparison
-    """Without an interval and a p-value where fewer than two seeds are in both, or the differences are equal."""
+    """The paired comparison. It has no interval if fewer than two seeds are in both, or all differences are equal."""
     adjusted_p: float | None
     """After Holm's correction for the claim's differences that have a p-value; None for the others."""
 

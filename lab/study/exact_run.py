@@ -93,7 +93,7 @@ class ExactRun:
         path = config.model.path
         self._sampler = ExactSampler(path, noise=noise)
         self._exact = ExactSampler(path)
-        """For evaluations, which have no noise."""
+        """Sampler for evaluations, which have no noise."""
         layout = trainer.layout()
         self._versions = [WeightBuffer(layout) for _ in range(lag + 1)]
         """The weights of the last `lag + 1` versions: version v is at `v % (lag + 1)`."""

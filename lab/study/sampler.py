@@ -139,7 +139,7 @@ class _Batch:
         """Completion that each row of the batch is."""
         self._is_alive = torch.ones(num_rows, dtype=torch.bool)
         self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
-        """For each step the completions that got a token, their tokens and the log-probs of these."""
+        """One entry per step: the completions that got a token, the tokens, and their log-probs."""
         self._num_rows = num_rows
         self._ended = torch.zeros(num_rows, dtype=torch.bool)
         self._last = torch.zeros(num_rows, 1, dtype=torch.int64)

@@ -210,4 +210,4 @@ class ProbeRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total_variation: float
     """Between pi and mu, over completions; the same for all methods."""
     chi_squared: float
-    """Of pi from mu, over completions, as the sample has it: a few weights may decide it."""
+    """Chi-squared divergence of pi from mu over the sampled completions. A few weights may decide it."""

@@ -86,7 +86,7 @@ class Difference:
     baseline: str
     """Label of the value that it is compared with."""
     final_reward: AgainstBaseline | None
-    """None without a seed of both, as below."""
+    """Difference of the final rewards; None without a seed that both have."""
     held_out_reward: AgainstBaseline | None
     train_s: Comparison | None
     """Ratio to the baseline's, by geometric means over the finished runs of each."""

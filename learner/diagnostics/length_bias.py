@@ -141,7 +141,7 @@ class OutcomeSummary(msgspec.Struct, frozen=True):
     name: str
     count: int
     length: Distribution | None
-    """In tokens; None where no lease has a known value."""
+    """Lengths in tokens; None where no lease has a known value."""
     duration_s: Distribution | None
     reward: Distribution | None
     num_turns: Distribution | None = None
@@ -198,7 +198,7 @@ class BiasReport(msgspec.Struct, frozen=True):
     """`generated` (all that have a group), `trained`, then `dropped: REASON` and `expired: REASON`."""
     comparisons: tuple[BiasTest, ...]
     lateness: Lateness | None
-    """None where the groups of each batch are unknown."""
+    """Lateness of the trained groups; None where the groups of each batch are unknown."""
     alarm: str | None
     """The bias found, in a sentence."""
 

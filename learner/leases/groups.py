@@ -117,7 +117,7 @@ class Group(NamedTuple):
     images: tuple[ImageFile, ...] = ()
     """The images of the prompt."""
     experts: EngineExperts | None = None
-    """None unless the run replays the engine's routing."""
+    """The engine's choice of experts; None unless the run replays its routing."""
 
     @property
     def has_environment(self) -> bool:

@@ -64,7 +64,7 @@ class Recovered(NamedTuple):
     num_skipped: int = 0
     """Records behind a gap that could not be applied."""
     appended: Appended | None = None
-    """None when the data has no more prompts than it had."""
+    """Prompts added to the end of the data; None if there are none."""
 
 
 def recover(

@@ -155,7 +155,7 @@ class RolloutScheduler(Generic[G]):
     def __init__(
         self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G], target: LeaseTarget | None = None
     ) -> None:
-        """Without a `target`, as many leases are open as the bound admits."""
+        """Create a scheduler. Without a `target`, as many leases are open as the bound admits."""
         self.policy = policy
         """The bound that the rounds go by."""
         self._evaluations = evaluations

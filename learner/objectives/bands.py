@@ -37,7 +37,7 @@ class NoiseOfLength(NamedTuple):
 
 
 USUAL_NOISE = NoiseOfLength(mean=-(TOKEN_NOISE**2) / 2, variance=0.0, token_variance=TOKEN_NOISE**2)
-"""That of an engine that was not calibrated: tokens are independent, each normal with `TOKEN_NOISE` and `E[pi/mu] = 1`."""
+"""Noise of an engine that was not calibrated: tokens are independent, each normal with `TOKEN_NOISE` and `E[pi/mu] = 1`."""
 
 
 class ClipBand(NamedTuple):

@@ -37,7 +37,7 @@ DISABLE_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 MAX_VARIANTS = 16
 """Versions of a layer that torch compiles, such as with and without gradients; it runs a further one uncompiled."""
 _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently."""
+"""Largest difference of log-probs between packed and plain passes, in nats. Bfloat16 numbers near 10 are 0.06 apart."""
 
 
 def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:

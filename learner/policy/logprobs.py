@@ -200,7 +200,7 @@ class LogitRule(NamedTuple):
 
     factor: float = 1.0
     softcap: float | None = None
-    """None: no soft-capping."""
+    """Soft cap of the logits; None for no cap."""
 
 
 def logit_rule(config: PretrainedConfig) -> LogitRule:

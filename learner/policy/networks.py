@@ -264,7 +264,7 @@ class _Ranks(NamedTuple):
     own: int
     """This process's."""
     writers: list[int]
-    """Those that have views; rank 0 is the first."""
+    """Ranks that have views; rank 0 is the first."""
     num: int
 
     def writer_of(self, rank: int) -> int:

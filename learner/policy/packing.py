@@ -41,8 +41,8 @@ class Turns(NamedTuple):
     context_ids: NDArray[np.int32]
     """Context of all turns in their order."""
     turns: Sequence[tuple[int, int, int]]
-    """For each turn the number of its context tokens, that of its sampled ones, and the number of turns that it goes back to
-    the one whose end it continues: to the prompt when no turn is there. 0: it continues nothing."""
+    """Three numbers for each turn: its context tokens, its sampled tokens, and the distance in turns to the turn whose end it
+    continues. The distance leads to the prompt if no turn is there; 0 means that the turn continues nothing."""
 
 
 @dataclass(frozen=True)

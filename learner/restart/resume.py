@@ -112,7 +112,7 @@ class OpenedFolder(NamedTuple):
     """The run's folder, ready for this process."""
 
     identity: run_identity.RunIdentity
-    """With the run's id."""
+    """The identity of the run, including its id."""
     damaged: list[str]
     """A line about each checkpoint that was set aside."""
     changes: list[run_identity.Change]

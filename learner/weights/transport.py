@@ -44,7 +44,7 @@ class Transport(NamedTuple):
     delta: bool = False
     """Offer differences between versions to actors that pull."""
     gpu: LearnerGpu | None = None
-    """None when the learner trains on a CPU; no backend is `nccl` then."""
+    """The GPU of rank 0; None when the learner trains on a CPU, where no backend is `nccl`."""
 
 
 def resolve_transport(config: Config, device: torch.device, host: str) -> Transport:

@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """The agent's name for the model, which the answer repeats."""
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
-    """In the form of OpenAI's chat completions."""
+    """The tools, in the form of OpenAI's chat completions."""
     max_new_tokens: int | None
     is_streamed: bool
     includes_usage: bool

@@ -34,7 +34,7 @@ class MessageTree(Generic[T]):
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node[T]] = {}
-        """By the tools of the request: templates write them in front of all messages."""
+        """One root for each set of tools, because templates write tools in front of all messages."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[T | None, int]:
         """Return the model's last turn in these messages with a history that is known, and the number of messages up to it."""

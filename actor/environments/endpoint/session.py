@@ -60,7 +60,7 @@ class AgentSession:
         self._begin = begin
         self._tree: MessageTree[_Turn] = MessageTree()
         self._exchanges: dict[bytes, _Exchange] = {}
-        """By digest, until the agent has gone on from the answer."""
+        """Requests and answers by digest, kept until the agent has used the answer."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_answers = 0
         self.num_open = 0

@@ -45,7 +45,7 @@ class DevicePlan(NamedTuple):
     """Memory that a learner process takes at its start, because an actor shares its GPU; None: it takes what it needs."""
     actors: tuple[ActorPlace, ...]
     can_use_nccl: bool
-    """No two processes of the weights' broadcast are on one GPU, which NCCL refuses."""
+    """True if no two processes of the weights' broadcast share a GPU, which NCCL refuses."""
     notes: tuple[str, ...] = ()
     """The plan in words, a line each."""
     warnings: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ REPORT_SHARE = 0.1
 REPORT_TIMEOUT_S = 120.0
 """Time after which the process that makes a report is killed, in seconds."""
 REPORT_NICENESS = 10
-"""Of that process: training goes first."""
+"""Niceness of the process that makes a report, because training goes first."""
 
 
 class LiveReport:
