@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -401,9 +402,9 @@ def test_what_belongs_together_passes_in_silence(overrides: list[str]) -> None:
     assert check(load(None, [*GOOD, *overrides])) == []
 
 
-def table_lines(head: str) -> dict[str, list[str]]:
-    """Return the cells of docs/objectives.md's table whose heads begin like this, by the name in the first column."""
-    lines = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text().splitlines()
+def table_lines(head: str, page: str = "objectives.md") -> dict[str, list[str]]:
+    """Return the cells of the table of `docs/` whose heads begin like this, by the name in the first column."""
+    lines = (Path(__file__).parents[3] / "docs" / page).read_text().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith(head))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -429,3 +430,22 @@ def test_documentation_has_every_objective_and_correction_with_its_own_values() 
     for name, bounds in CORRECTIONS.items():
         shown = [float(bound) for bound in corrections[name][-1].split("–")]
         assert shown == [bound for bound in bounds if bound is not None]
+
+
+def test_recipes_have_every_objective_with_settings_that_belong_together() -> None:
+    objectives, methods = (table_lines(f"| {head} | paper", "recipes.md") for head in ("objective", "method"))
+    assert objectives.keys() == DEFAULTS.keys()
+    for name, (_, settings) in (objectives | methods).items():
+        config = load(None, [*GOOD, *settings.strip("`").split()])
+        warnings = check(config)
+        assert not warnings or (config.loss.objective == "reinforce" and "no importance ratio" in "".join(warnings)), name
+        assert name in methods or parse_objective(config.loss.objective).name == name
+
+
+def test_papers_of_the_recipes_are_those_that_the_code_names() -> None:
+    rooms = Path(__file__).parents[3] / "learner"
+    code = "".join(path.read_text() for path in sorted(rooms.rglob("*.py")))
+    text = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    papers = set(re.findall(r"arxiv\.org/abs/(\d{4}\.\d{5})", text))
+    assert len(papers) > 20
+    assert {paper for paper in papers if paper not in code} == {"2505.24298", "2602.05261"}, "AReaL and LUSPO are in docs alone"
