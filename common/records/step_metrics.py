@@ -148,7 +148,14 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric(
         "entropy/mean", "nats", "Mean entropy of the policy's distribution over the next token, over all completion tokens."
     ),
-    Metric("loss/value", "", "Mean value loss per token.", "the run has a critic"),
+    Metric("loss/value", "", "Mean value loss per token, before the step.", "the run has a critic"),
+    Metric("loss/value_grad_norm", "", "Norm of the critic's gradient in its first step.", 'critic.trunk = "own"'),
+    Metric(
+        "loss/explained_variance",
+        "share",
+        "Share of the targets' variance over tokens that the values before the update explain: 1 - var(R - V) / var(R).",
+        "the run has a critic, and the targets differ",
+    ),
     Metric(
         "loss/replay_changed_slots",
         "share",

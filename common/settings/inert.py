@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.settings.config import Config, EnvironmentSection, JudgeSection, TaskSection, environment_of
+from offbeat.common.settings.learning_sections import CriticSection
 from offbeat.common.settings.loading import setting_value
 
 _DEFAULTS = Config()
@@ -107,10 +108,23 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         'set advantage.baseline="critic" or kl.reward_coef',
     )
     yield _Reader(
-        ("advantage.gae_lambda", "critic.loss_coef", "critic.value_clip"),
+        ("advantage.gae_lambda", *(f"critic.{name}" for name in CriticSection.__struct_fields__)),
         has_critic,
         f"{baseline} has no critic",
         'set advantage.baseline="critic"',
+    )
+    trunk = config.critic.trunk
+    yield _Reader(
+        tuple(f"critic.{name}" for name in ("updates_per_step", "learning_rate_factor", "alone_until", "freeze_attention")),
+        not has_critic or trunk == "own",
+        'critic.trunk = "shared" is trained by the policy\'s optimizer',
+        'set critic.trunk="own"',
+    )
+    yield _Reader(
+        ("critic.loss_coef",),
+        trunk == "shared",
+        'critic.trunk = "own" has an optimizer of its own, whose steps do not depend on a factor of the loss',
+        'set critic.trunk="shared", or critic.learning_rate_factor',
     )
     yield _Reader(
         ("reward.overlong_penalty",),

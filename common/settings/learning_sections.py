@@ -66,8 +66,9 @@ class AdvantageSection(Section, frozen=True):
     """Bound on the absolute value of an advantage, applied last. none: advantages are not clipped."""
     gamma: Fraction = 1.0
     """Discount per token, from 0 to 1, in the critic's GAE and in the sum of `kl.reward_coef` terms."""
-    gae_lambda: Fraction = 0.95
-    """Lambda of GAE, from 0 (relies on the critic) to 1 (relies on the rewards). Used by `advantage.baseline = "critic"`."""
+    gae_lambda: Fraction | Literal["by_length"] = 0.95
+    """Lambda of GAE, from 0 (relies on the critic) to 1 (relies on the rewards). by_length: `1 - 1 / (1.5 n)` for a completion
+    of n tokens, as in VAPO and SAO. Used by `advantage.baseline = "critic"`."""
 
 
 class LossSection(Section, frozen=True):
@@ -147,10 +148,24 @@ class KlSection(Section, frozen=True):
 
 
 class CriticSection(Section, frozen=True):
-    """The value head, used by `advantage.baseline = "critic"`."""
+    """The critic, used by `advantage.baseline = "critic"`: a value head, and the network below it."""
 
+    trunk: Literal["shared", "own"] = "shared"
+    """Network below the value head. shared: the policy, whose loss then contains the value loss. own: a second network, which
+    starts as the model at `model.path` and has its own optimizer. It takes as much memory as a policy whose weights are all
+    trained."""
+    updates_per_step: PositiveInt = 1
+    """Number of optimizer steps of a trunk of its own in each optimizer step of the policy, on the same completions."""
+    learning_rate_factor: PositiveFloat = 5.0
+    """Constant learning rate of a trunk of its own, as a multiple of `train.learning_rate`."""
+    alone_until: NonNegativeInt = 0
+    """Number of optimizer steps at the start in which only a trunk of its own learns: the policy's learning rate is 0."""
+    freeze_attention: bool = False
+    """Train all layers of a trunk of its own but the attention layers."""
+    target_lambda: Fraction | None = None
+    """Lambda of GAE in the critic's targets; 1: the completion's reward is the target. none: `advantage.gae_lambda`."""
     loss_coef: PositiveFloat = 0.5
-    """Weight of the value loss."""
+    """Weight of the value loss in the loss of a shared trunk."""
     value_clip: PositiveFloat | None = 0.2
     """Maximum distance of a value from its value before the update; beyond it the value is clipped. none: values are not
     clipped."""

@@ -200,6 +200,21 @@ def _check_advantage(config: Config) -> None:
             "group, which is 0 for a group of one: nothing would be learned",
             'Set it to at least 2, or set advantage.baseline="zero" for advantages without a baseline.',
         )
+    if config.rollout.group_size == 1 and config.loss.zero_variance == "drop":
+        raise SettingError(
+            "loss.zero_variance",
+            "drop",
+            "with rollout.group_size = 1 the rewards of every group are equal, so every group would be dropped",
+            'Set it to "count", or set rollout.group_size to at least 2.',
+        )
+    if config.critic.trunk == "own" and config.train.sequence_parallel_size > 1:
+        raise SettingError(
+            "critic.trunk",
+            "own",
+            f"with {SETTING} = {config.train.sequence_parallel_size} each process has a part of the tokens only, and a second "
+            "network is not split that way",
+            f'Set {SETTING}=1, or critic.trunk="shared".',
+        )
     if advantage.function and advantage.baseline == "critic":
         raise SettingError(
             "advantage.function",

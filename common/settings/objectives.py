@@ -58,6 +58,8 @@ class Defaults(NamedTuple):
     band: Bounds | None = None
     """Clip band; None for an objective that does not clip. With `is_sequence_ratio` that against recomputed log-probs: the one
     against the engine's is `engine_band`."""
+    takes_both_sides: bool = False
+    """Tokens on either side of the band lose their gradient, whatever the sign of their advantage."""
     keeps_gradient: bool = False
     """Tokens beyond the band keep a gradient: the band bounds a weight, or leaves a part."""
     dual_clip: bool = False
@@ -131,6 +133,8 @@ DEFAULTS: dict[str, Defaults] = {
     ),
     "dppo_tv": _DPPO,
     "dppo_kl": _DPPO._replace(band=Bounds(0.05, 0.05)),
+    # The band is the paper's for mathematics; for code it has 0.8 and 3.
+    "sao": Defaults("token-mean", band=Bounds(0.3, 5.0), takes_both_sides=True, baseline="critic", divide_by_std=False),
     "aspo": Defaults("token-mean", _weight_cap(3.0), band=Bounds(0.2, 0.2)),
     "topr": Defaults("seq-mean-token-sum", divide_by_std=False),
     "vespo": Defaults(

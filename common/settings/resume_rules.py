@@ -144,7 +144,17 @@ RULES = (
         (*_of("kl", "estimator loss_coef unbiased reward_coef target reference"), "kl.reference: weight files"),
         "It is part of the objective.",
     ),
-    Rule("refused", _of("critic", "loss_coef value_clip"), "It is part of the objective."),
+    Rule("refused", _of("critic", "loss_coef value_clip target_lambda"), "It is part of the objective."),
+    Rule(
+        "refused",
+        _of("critic", "trunk freeze_attention"),
+        "The checkpoint holds the weights and the optimizer of such a critic.",
+    ),
+    Rule(
+        "recorded",
+        _of("critic", "updates_per_step learning_rate_factor alone_until"),
+        "It decides how fast the critic learns from now on.",
+    ),
     Rule("refused", _of("lora", "rank alpha target_modules"), "The checkpoint holds an adapter of this shape."),
     Rule("recorded", _of("train", "num_steps"), "A run may be given more steps. A decaying schedule is stretched."),
     Rule("recorded", _of("train", "learning_rate"), "`offbeat set` may change it during the run, too."),

@@ -135,7 +135,8 @@ def check_folder(config: Config) -> Iterator[Finding]:
 
 def _check_checkpoints(config: Config, num_parameters: int, free_mb: int) -> Iterator[Finding]:
     """Note the disk that the run's checkpoints take; warn where there is less."""
-    one_mb = checkpoints.BYTES_PER_PARAMETER * num_parameters >> 20
+    num_models = 2 if config.advantage.baseline == "critic" and config.critic.trunk == "own" else 1
+    one_mb = checkpoints.BYTES_PER_PARAMETER * num_parameters * num_models >> 20
     # The best one is kept too, and an old one is deleted only after the new one is whole.
     most = config.train.keep_checkpoints + 2
     text = (

@@ -34,11 +34,15 @@ class NoiseBySign(msgspec.Struct, frozen=True):
         """Return the share of each completion's tokens that noise alone is expected to clip, `[completions]`.
 
         `positive` and `negative` are the shares of its tokens with an advantage above and below 0. Tokens below the band are
-        clipped where A < 0, tokens above it where A > 0, and at a prefix ratio where A < 0, too.
+        clipped where A < 0, tokens above it where A > 0, and at a prefix ratio where A < 0, too; at either sign where the
+        objective takes both sides.
         """
-        _, above = self.positive.beyond(band, lengths)
+        below, above = self.positive.beyond(band, lengths)
         negative_below, negative_above = self.negative.beyond(band, lengths)
-        return positive * above + negative * (negative_below + band.is_prefix_ratio * negative_above)
+        of_positive = above + band.takes_both_sides * below
+        return positive * of_positive + negative * (
+            negative_below + (band.is_prefix_ratio or band.takes_both_sides) * negative_above
+        )
 
 
 def fit_by_sign(differences: Differences) -> NoiseBySign:

@@ -83,8 +83,10 @@ class Differences(NamedTuple):
     def clipped(self, band: "ClipBand") -> Floats:
         """Return the share of each completion's tokens whose gradient the band takes, by the sign of their advantage."""
         below, above = self._sides(band)
-        pushed_up = self.advantages != 0 if band.is_prefix_ratio else self.advantages > 0
-        return self.means((below & (self.advantages < 0)) | (above & pushed_up))
+        with_advantage = self.advantages != 0
+        pushed_up = with_advantage if band.is_prefix_ratio or band.takes_both_sides else self.advantages > 0
+        pushed_down = with_advantage if band.takes_both_sides else self.advantages < 0
+        return self.means((below & pushed_down) | (above & pushed_up))
 
     def beyond(self, band: "ClipBand") -> tuple[Floats, Floats]:
         """Return the shares of each completion's tokens below the band, and above it, at any advantage."""

@@ -10,6 +10,9 @@ from torch.nn.functional import pad
 GroupBaseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
 """The number subtracted from the rewards of a group."""
 
+LAMBDA_ALPHA = 1.5
+"""The alpha of `lambda_by_length`."""
+
 
 def group_advantages(
     rewards: Tensor,
@@ -111,13 +114,20 @@ def discounted_returns(token_rewards: Tensor, completion_mask: Tensor, *, gamma:
 
 @torch.no_grad()
 def generalized_advantages(
-    token_rewards: Tensor, values: Tensor, completion_mask: Tensor, *, gamma: float, gae_lambda: float
+    token_rewards: Tensor,
+    values: Tensor,
+    completion_mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    target_lambda: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages `A_t = delta_t + gamma gae_lambda A_{t+1}` with `delta_t = r_t + gamma V_{t+1} - V_t`; returns `A_t + V_t`.
 
     Generalized advantage estimation, https://arxiv.org/abs/1506.02438, eq. 16. `t + 1` is the next loss token; other tokens
     are skipped, as in `discounted_returns`. After the last one V and A are 0: a completion that was cut off at its length limit
-    counts as ended there.
+    counts as ended there. A lambda is one number, or `[rows, 1]`. The returns have `target_lambda` in its place, if given:
+    the decoupled estimates of VC-PPO, https://arxiv.org/abs/2503.01491.
 
     `token_rewards`, `values`: `[rows, tokens]`, any value where the mask is False; `values[t]` is the critic's for the state
     before token t. `completion_mask`: `[rows, tokens]` bool. Both results are `[rows, tokens]`, 0 outside the mask, without
@@ -127,17 +137,28 @@ def generalized_advantages(
     deltas = token_rewards + gamma * _of_next_loss_token(values, completion_mask) - values
     deltas = torch.where(completion_mask, deltas, 0.0)
     advantages = _backward_sums(deltas, completion_mask, decay=gamma * gae_lambda)
-    return advantages, advantages + values
+    if target_lambda is None:
+        return advantages, advantages + values
+    return advantages, _backward_sums(deltas, completion_mask, decay=gamma * target_lambda) + values
 
 
-def _backward_sums(terms: Tensor, completion_mask: Tensor, *, decay: float) -> Tensor:
+def lambda_by_length(completion_mask: Tensor) -> Tensor:
+    """`1 - 1 / (1.5 n)` for each completion of n loss tokens, `[rows, 1]`; 0 for one without.
+
+    VAPO, https://arxiv.org/abs/2504.05118, with the alpha of SAO, https://arxiv.org/abs/2607.07508, section 4.1: the reward
+    reaches the first token with a weight of about `e^(-2/3)` whatever the length, where a constant lambda loses it.
+    """
+    return (1 - 1 / (LAMBDA_ALPHA * completion_mask.sum(dim=-1, keepdim=True))).clamp(min=0.0)
+
+
+def _backward_sums(terms: Tensor, completion_mask: Tensor, *, decay: float | Tensor) -> Tensor:
     """`S_t = terms_t + decay S_{t+1}` over loss tokens; `terms` and the result are 0 outside the mask.
 
     Takes log2(tokens) steps instead of one per token: after k steps every sum covers 2**k tokens.
     """
     sums = terms
     # Factor of the sum that begins after token t in the sum at t.
-    decays = torch.ones_like(terms).masked_fill(completion_mask, decay)
+    decays = torch.where(completion_mask, decay, torch.ones_like(terms))
     num_tokens = terms.shape[-1]
     reach = 1
     while reach < num_tokens:

@@ -51,6 +51,8 @@ class ClipBand(NamedTuple):
     """The ratio is that of a completion; False: each token's own, or `is_prefix_ratio`."""
     is_prefix_ratio: bool = False
     """The ratio is `exp(log R_t / sqrt(t))` of `losses.ctpo`, which takes the gradient above the band at any sign of A."""
+    takes_both_sides: bool = False
+    """Tokens on either side lose their gradient, at any sign of A: `weighted_losses.sao`."""
     by_length: NoiseOfLength | None = None
     """Each completion has bounds of its own, `NoiseOfLength.bounds`; None: `low` and `high` for all."""
 

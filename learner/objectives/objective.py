@@ -65,6 +65,7 @@ OBJECTIVES: Mapping[str, Callable[..., TokenLosses]] = {
     "m2po": losses.m2po,
     "cispo": weighted_losses.cispo,
     "minirl": weighted_losses.minirl,
+    "sao": weighted_losses.sao,
     "aspo": weighted_losses.aspo,
     "dppo_tv": weighted_losses.dppo_tv,
     "dppo_kl": weighted_losses.dppo_kl,
@@ -196,7 +197,14 @@ def make_objective(loss: LossSection, noise: NoiseOfLength = USUAL_NOISE) -> Obj
     if "clip_low" in taken:
         assert loss.clip_low is not None and loss.clip_high is not None, "the band of the objective is filled in"
         by_length = noise if loss.clip_by == "own_length" else None
-        bounds = ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio, defaults.is_prefix_ratio, by_length)
+        bounds = ClipBand(
+            loss.clip_low,
+            loss.clip_high,
+            defaults.is_sequence_ratio,
+            defaults.is_prefix_ratio,
+            defaults.takes_both_sides,
+            by_length,
+        )
     assert loss.aggregation is not None, "the aggregation of the objective is filled in"
     return Objective(
         function=function,

@@ -59,6 +59,27 @@ def minirl(
     return found._replace(log_ratio=log_ratio)
 
 
+def sao(
+    inputs: LossInputs,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """`l = -sg[r] A policy_logprobs` where `1 - clip_low < r < 1 + clip_high`, and 0 elsewhere, `r = pi / anchor`.
+
+    The loss of SAO, https://arxiv.org/abs/2607.07508, eq. 1 to 3: a token whose ratio to the stored log-probs is outside the
+    band is left out, whatever the sign of its advantage, where `ppo_clip` keeps the two sides that A pushes back. It still
+    counts in the denominator. Gradient: `-r A`, or exactly 0. The paper does not say that the ratio is a constant; with its
+    gradient the loss of `ppo_clip` has the same gradient in the band.
+    """
+    log_ratio = inputs.log_ratio.detach()
+    ratio = bounded_ratio(log_ratio)
+    outside = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high) | (log_ratio.abs() > LOG_RATIO_BOUND)
+    dropped = outside & inputs.completion_mask & (inputs.advantages != 0)
+    token_losses = torch.where(dropped, 0.0, ratio) * reinforce(inputs).losses
+    return TokenLosses(token_losses, dropped, log_ratio)
+
+
 def dppo_tv(
     inputs: LossInputs,
     *,

@@ -41,7 +41,7 @@ _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:
-    """Load the policy for training, with an adapter and a value head if the settings ask for them.
+    """Load the policy for training, with an adapter and a critic's value head if the settings ask for them.
 
     Raises TypeError for a model whose output layer is no Linear.
     """
@@ -50,6 +50,18 @@ def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> 
     if config.lora.rank:
         lora = config.lora
         add_adapter(policy, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
+    has_head = config.advantage.baseline == "critic" and config.critic.trunk == "shared"
+    return _make_trained(policy, config, value_head=has_head, sequence_group=sequence_group)
+
+
+def load_critic(config: Config) -> CompletionLogprobs:
+    """Load the initial policy with a value head, as the trunk of a critic of its own; without an adapter."""
+    return _make_trained(_load("model.path", config.model.path, config), config, value_head=True)
+
+
+def _make_trained(
+    policy: PreTrainedModel, config: Config, *, value_head: bool, sequence_group: SequenceGroup | None = None
+) -> CompletionLogprobs:
     if config.train.activation_checkpointing:
         policy.gradient_checkpointing_enable()
         for module in policy.modules():
@@ -59,7 +71,7 @@ def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> 
     return CompletionLogprobs(
         policy,
         fp32_head=config.train.fp32_head,
-        value_head=config.advantage.baseline == "critic",
+        value_head=value_head,
         sequence_group=sequence_group,
         offloads=config.train.activation_checkpointing == "offload",
     )

@@ -304,18 +304,21 @@ class CompletionLogprobs(nn.Module):
             token_ids, position_ids, spans = group.take_share(token_ids, position_ids, spans)
             is_own = predictors % group.size == group.rank
             predictors, targets = predictors[is_own] // group.size, targets[is_own]
-        with kept_on_host() if self._offloads else nullcontext():
-            if self.packing_obstacle is None:
-                states = self._packed_states(token_ids, position_ids, PlacedSpans(spans, token_ids.device, group), images)
-            else:
-                states = self._row_states(token_ids, position_ids, whole_rows(spans, token_ids.device), images)
-        states = states.index_select(0, predictors)
+        states = self.states(token_ids, position_ids, spans, images).index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)
         values = self.value_head(states).squeeze(-1).float() if self.value_head is not None else None
         if group is None:
             return logprobs, entropies, values
         entropies, values = (None if part is None else group.merge(part, is_own) for part in (entropies, values))
         return group.merge(logprobs, is_own), entropies, values
+
+    def states(self, token_ids: Tensor, position_ids: Tensor, spans: tuple[Span, ...], images: PackedImages | None) -> Tensor:
+        """Return the last states of a pack's inputs, `[num_inputs, hidden_size]`; with `sequence_group` of a share of them."""
+        with kept_on_host() if self._offloads else nullcontext():
+            if self.packing_obstacle is not None:
+                return self._row_states(token_ids, position_ids, whole_rows(spans, token_ids.device), images)
+            placed_spans = PlacedSpans(spans, token_ids.device, self.sequence_group)
+            return self._packed_states(token_ids, position_ids, placed_spans, images)
 
     def _packed_states(
         self, token_ids: Tensor, position_ids: Tensor, placed_spans: PlacedSpans, images: PackedImages | None

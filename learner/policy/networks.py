@@ -7,6 +7,8 @@ A training step runs each pack up to three times:
 | `run_frozen` | the policy before the update, its reference | no | once a batch, where objective, critic or KL need it |
 | `run` | the policy as it is now | no | each step, for objectives that select tokens of the whole step |
 | `run_trained` | the policy as it is now | yes | each step |
+
+A critic with a trunk of its own runs each pack once before the update, and with a gradient in each of its own steps.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from offbeat.common.models.routing import Routing, record_routing
 from offbeat.common.settings.config import Config
 from offbeat.common.weights.flat import tensor_dtype
+from offbeat.learner.policy.critic import Critic
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
 from offbeat.learner.policy.loading import (
     check_compiling,
@@ -48,6 +51,7 @@ from offbeat.learner.policy.zero import (
     full_shape,
     is_partitioned,
     make_engine,
+    take_step,
 )
 
 
@@ -113,16 +117,15 @@ class Networks:
         if self._has_reference and (kl.reference or not config.lora.rank):
             self.reference = load_reference(config, place.device, sequence_group)
             check_policy(self.reference, config.model, place.device)
+        self.critic: Critic | None = None
+        """The critic with a trunk of its own, if the run has one."""
+        if config.advantage.baseline == "critic" and config.critic.trunk == "own":
+            self.critic = Critic(config, self.module.packing_obstacle)
 
     @property
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the critic."""
         return self.module.policy
-
-    @property
-    def has_critic(self) -> bool:
-        """The policy has a value head."""
-        return self.module.value_head is not None
 
     @property
     def packs(self) -> bool:
@@ -144,7 +147,7 @@ class Networks:
     def run_frozen(self, packed: Pack, *, needs_proximal: bool) -> FrozenOutputs:
         """Run the networks that stay fixed during the update, as far as the run needs them."""
         frozen = FrozenOutputs()
-        if needs_proximal or self.has_critic:
+        if needs_proximal or self.module.value_head is not None:
             with self._replay.note() as noted:
                 outputs = self._run(self.module, packed)
             experts = noted()
@@ -155,6 +158,8 @@ class Networks:
             with contextlib.nullcontext() if self.reference is not None else without_adapter(self.policy):
                 outputs = self._run(self.reference or self.module, packed)
             frozen = frozen._replace(reference_logprobs=outputs.logprobs)
+        if self.critic is not None:
+            frozen = frozen._replace(values=self.critic.run(packed))
         return frozen
 
     def _run(self, network: nn.Module, packed: Pack) -> Outputs:
@@ -198,13 +203,7 @@ class Networks:
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients and take the optimizer step; return their norm before clipping."""
-        for param_group in self.engine.optimizer.param_groups:
-            param_group["lr"] = learning_rate
-        norm = None
-        if self.zero_stage == 0:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._config.train.max_grad_norm)
-        self.engine.step()
-        return float(norm if norm is not None else self.engine.get_global_grad_norm())
+        return take_step(self.engine, learning_rate, max_grad_norm=self._config.train.max_grad_norm)
 
     # Numbers about a step
 

@@ -61,7 +61,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:
+def make_engine(module: nn.Module, config: dict[str, Any], train: TrainSection) -> Any:
     """Return the DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer in `train.deepspeed`."""
     deepspeed = _import_deepspeed()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -71,7 +71,7 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
         optimizer = torch.optim.AdamW(
             trained, lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True
         )
-    if config["zero_optimization"]["stage"] == 3:
+    if config["zero_optimization"]["stage"] == 3 and isinstance(module, CompletionLogprobs):
         deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
     # DeepSpeed collects garbage four times under bfloat16: modules and model, which live as long as the process, are left out.
     gc.freeze()
@@ -85,6 +85,17 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
             problem = f"DeepSpeed refuses the options ({one_line(error)})"
             raise SettingError("train.deepspeed", train.deepspeed, problem, "Correct them, or remove the setting.") from error
     return engine
+
+
+def take_step(engine: Any, learning_rate: float, *, max_grad_norm: float) -> float:
+    """Clip the gradients and take the optimizer step; return their norm before clipping."""
+    for param_group in engine.optimizer.param_groups:
+        param_group["lr"] = learning_rate
+    norm = None
+    if engine.zero_optimization_stage() == 0:
+        norm = nn.utils.clip_grad_norm_(engine.module.parameters(), max_grad_norm)
+    engine.step()
+    return float(norm if norm is not None else engine.get_global_grad_norm())
 
 
 def optimizer_state(engine: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
     group_advantages,
+    lambda_by_length,
     merge_moments,
     moments,
     rewards_by_token,
@@ -61,7 +62,9 @@ class AdvantageRule(NamedTuple):
     clip: float | None
     """Largest absolute advantage; None for no bound."""
     gamma: float
-    gae_lambda: float
+    gae_lambda: float | Literal["by_length"]
+    target_lambda: float | None = None
+    """Lambda of the critic's targets; None for that of the advantages."""
     function: OwnAdvantage | None = None
     """The user's own advantages in place of baseline and division; None for none."""
 
@@ -86,7 +89,7 @@ class Preparation:
         self._kl = config.kl
         self._needs_proximal = objective.needs_proximal
         self._is_prompt_mean = objective.aggregation == "prompt-mean-token-mean"
-        self._advantage = make_advantage_rule(config.advantage)
+        self._advantage = make_advantage_rule(config.advantage, target_lambda=config.critic.target_lambda)
         self._shaping = make_reward_shaping(config.reward, max_new_tokens=config.rollout.max_new_tokens)
         has_images = bool(config.data.image_field)
         self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
@@ -135,8 +138,8 @@ class Preparation:
         return scale_advantages(prepared, self._advantage, num_alike=num_alike)
 
 
-def make_advantage_rule(advantage: AdvantageSection) -> AdvantageRule:
-    """Return the rule of these settings, none of which is left open."""
+def make_advantage_rule(advantage: AdvantageSection, *, target_lambda: float | None = None) -> AdvantageRule:
+    """Return the rule of these settings, none of which is left open; `target_lambda` is `critic.target_lambda`."""
     assert advantage.baseline is not None and advantage.divide_by_std is not None, "the objective's values are filled in"
     return AdvantageRule(
         baseline=advantage.baseline,
@@ -146,6 +149,7 @@ def make_advantage_rule(advantage: AdvantageSection) -> AdvantageRule:
         clip=advantage.clip,
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
+        target_lambda=target_lambda,
         function=load_advantage(advantage.function) if advantage.function else None,
     )
 
@@ -216,7 +220,12 @@ def prepare_micro_batch(
     if frozen.values is not None:
         token_rewards = rewards_by_token(micro_batch.rewards, penalty, mask, kl_coefficient=kl_coefficient)
         advantages, returns = generalized_advantages(
-            token_rewards, frozen.values, mask, gamma=rule.gamma, gae_lambda=rule.gae_lambda
+            token_rewards,
+            frozen.values,
+            mask,
+            gamma=rule.gamma,
+            gae_lambda=lambda_by_length(mask) if rule.gae_lambda == "by_length" else rule.gae_lambda,
+            target_lambda=rule.target_lambda,
         )
         return PreparedMicroBatch(micro_batch, frozen, advantages, returns)
     advantages = torch.where(mask, micro_batch.advantages, 0.0)
@@ -243,6 +252,23 @@ def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule, *, nu
         limit = rule.clip
         batch = [prepared._replace(advantages=prepared.advantages.clamp(-limit, limit)) for prepared in batch]
     return batch
+
+
+def explained_variance(batch: Sequence[PreparedMicroBatch], *, num_alike: int = 1) -> float | None:
+    """Return `1 - var(R - V) / var(R)` over the tokens of all ranks, V before the update; a collective.
+
+    None without a critic, and where all targets R are equal. `num_alike`: as in `scale_advantages`.
+    """
+    parts: list[Tensor] = []
+    for micro_batch, frozen, _, returns in batch:
+        if returns is None or frozen.values is None:
+            return None
+        of_both = [moments(values, micro_batch.completion_mask) for values in (returns, returns - frozen.values)]
+        parts.append(torch.stack(of_both))
+    own = [merge_moments(of_micro_batches) for of_micro_batches in torch.stack(parts, dim=1)]
+    gathered = gather_tensors(torch.stack(own), num_alike=num_alike)
+    targets, errors = (merge_moments(of_ranks)[2].item() for of_ranks in gathered.unbind(dim=1))
+    return 1 - errors / targets if targets > 0 else None
 
 
 def add_lag(prepared: PreparedMicroBatch, num_steps: int) -> PreparedMicroBatch:

@@ -123,7 +123,7 @@ def compute_loss(
             losses = losses - objective.entropy_coef * outputs.entropies
         sums["entropy/mean"] = outputs.entropies.detach().where(mask, 0.0).sum()
     if outputs.values is not None:
-        errors = _value_errors(prepared, outputs.values, mask, critic)
+        errors = value_errors(prepared, outputs.values, mask, critic)
         losses = losses + critic.loss_coef * errors
         sums["loss/value"] = errors.detach().sum()
     table = row_statistics(
@@ -147,7 +147,8 @@ def _estimate_kl(logprobs: PolicyLogprobs, reference_logprobs: Tensor, mask: Ten
     return estimate, unbiased_kl(logprobs.policy, reference_logprobs, logprobs.behavior, mask, estimator=kl.estimator)
 
 
-def _value_errors(prepared: PreparedMicroBatch, values: Tensor, mask: Tensor, critic: CriticSection) -> Tensor:
+def value_errors(prepared: PreparedMicroBatch, values: Tensor, mask: Tensor, critic: CriticSection) -> Tensor:
+    """Return the losses of a critic's values, `[rows, tokens]`, with a gradient; 0 outside the mask."""
     frozen_values, returns = prepared.frozen.values, prepared.returns
     assert frozen_values is not None and returns is not None, "a critic has values before the update, and targets"
     return value_loss(values, frozen_values, returns, mask, value_clip=critic.value_clip)

@@ -30,6 +30,7 @@ from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.diagnostics.loss_metrics import truncated_ess
 from offbeat.learner.diagnostics.step_table import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.bands import USUAL_NOISE
 from offbeat.learner.objectives.kl import KL_HORIZON, adapt_kl_coefficient
 from offbeat.learner.objectives.objective import Objective, make_objective
@@ -45,8 +46,8 @@ from offbeat.learner.policy.process_group import (
 )
 from offbeat.learner.training.batching import TrainingRow
 from offbeat.learner.training.checkpoints import put_in_place
-from offbeat.learner.training.preparation import Preparation, PreparedMicroBatch, add_lag
-from offbeat.learner.training.step_loss import compute_loss, find_constants
+from offbeat.learner.training.preparation import Preparation, PreparedMicroBatch, add_lag, explained_variance
+from offbeat.learner.training.step_loss import compute_loss, find_constants, value_errors
 from offbeat.learner.training.trainer_state import (
     AdaptiveState,
     CheckpointMeta,
@@ -178,11 +179,15 @@ class Trainer:
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
-        save_state(folder, self.networks.engine, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank)
+        described, critic = self._describe_checkpoint(), self.networks.critic
+        engine = None if critic is None else critic.engine
+        save_state(folder, self.networks.engine, described, self._adaptive, extra, rank=self.rank, critic=engine)
 
     def load_checkpoint(self, folder: Path) -> bytes:
         """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
-        loaded = load_state(folder, self.networks.engine, self._describe_checkpoint(), rank=self.rank)
+        described, critic = self._describe_checkpoint(), self.networks.critic
+        engine = None if critic is None else critic.engine
+        loaded = load_state(folder, self.networks.engine, described, rank=self.rank, critic=engine)
         # A coefficient that does not adapt is a setting, which may have changed since.
         adapts = self._config.kl.target is not None
         kl_coefficient = loaded.adaptive.kl_coefficient if adapts else self._adaptive.kl_coefficient
@@ -206,8 +211,10 @@ class Trainer:
         write_folder(folder, write, put_in_place, rank=self.rank)
 
     def close(self) -> None:
-        """Free the engine. The process group lives as long as the process."""
+        """Free the engines. The process group lives as long as the process."""
         self.networks.engine.destroy()
+        if self.networks.critic is not None:
+            self.networks.critic.engine.destroy()
 
     def _make_objective(self, loss: LossSection) -> Objective:
         return make_objective(loss, USUAL_NOISE if self._noise is None else self._noise.every.of_length)
@@ -225,6 +232,7 @@ class Trainer:
         rate = self._learning_rate(loss)
         cosine = self._direction.compare(self.networks.gradients())
         grad_norm = self.networks.step(rate)
+        of_critic = self._train_critic(step, loss.denominator)
         self._adapt_kl_coefficient(loss, num_rows=len(step.rows))
         metrics = self._step_metrics(step, loss)
         _require_finite(grad_norm, self.policy_version, metrics)
@@ -232,7 +240,7 @@ class Trainer:
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
         train_s = time.perf_counter() - start
-        metrics |= {"loss/grad_norm": grad_norm, "loss/learning_rate": rate, "time/train_s": train_s}
+        metrics |= of_critic | {"loss/grad_norm": grad_norm, "loss/learning_rate": rate, "time/train_s": train_s}
         packs = [prepared.micro_batch.pack for prepared in step.micro_batches]
         return metrics | self.networks.utilization(packs, train_s, runs_before=self._objective.m2_threshold is not None)
 
@@ -264,8 +272,32 @@ class Trainer:
         table = gather_rows(torch.cat(tables), num_alike=networks.num_alike)
         return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)), self._adaptive.kl_coefficient)
 
+    def _train_critic(self, step: TrainingStep, denominator: float) -> Metrics:
+        """Take the optimizer steps of a critic with a trunk of its own, if there is one; return the metrics of the first."""
+        critic, settings = self.networks.critic, self._config.critic
+        if critic is None:
+            return {}
+        metrics: Metrics = {}
+        for _ in range(settings.updates_per_step):
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for index, prepared in enumerate(step.micro_batches):
+                critic.engine.set_gradient_accumulation_boundary(index == len(step.micro_batches) - 1)
+                micro_batch = prepared.micro_batch
+                values, mask = critic.run_trained(micro_batch.pack), micro_batch.completion_mask
+                errors = value_errors(prepared, values, mask, settings)
+                aggregated = aggregate(errors, mask, micro_batch.weights, mode=self._objective.aggregation)
+                critic.engine.backward(aggregated * (self.world_size / denominator))
+                total += errors.detach().sum()
+            norm = critic.step(settings.learning_rate_factor * self._train.learning_rate)
+            of_ranks = gather_tensors(total, num_alike=self.networks.num_alike)
+            metrics = metrics or {"loss/value": float(of_ranks.sum()) / max(1, step.num_tokens), "loss/value_grad_norm": norm}
+        return metrics
+
     def _step_metrics(self, step: TrainingStep, loss: StepLoss) -> Metrics:
         metrics = step_metrics(loss, step.groups, self.policy_version, self._objective, self._noise)
+        explained = explained_variance(step.micro_batches, num_alike=self.networks.num_alike)
+        if explained is not None:
+            metrics["loss/explained_variance"] = explained
         return metrics | self.networks.take_replay_metrics()
 
     def _adapt_kl_coefficient(self, loss: StepLoss, *, num_rows: int) -> None:
@@ -289,6 +321,8 @@ class Trainer:
             warmup_steps=train.warmup_steps,
             num_steps=train.num_steps,
         )
+        if self.policy_version < self._config.critic.alone_until:
+            return 0.0
         if train.on_policy_ess is None:
             return scheduled
         return scheduled * ess_scale(truncated_ess(loss.table), on_policy_ess=train.on_policy_ess)
@@ -300,7 +334,8 @@ class Trainer:
             self.networks.zero_stage,
             self._config.model.dtype,
             self._config.lora,
-            self.networks.has_critic,
+            self._config.advantage.baseline == "critic",
+            self.networks.critic is not None,
         )
 
 

@@ -1,6 +1,6 @@
 """The trainer's state on disk: the files of a checkpoint folder that continue a run.
 
-policy.safetensors                       every weight, whole, under the module's names
+policy.safetensors, critic.safetensors   every weight, whole, under the module's names; of a critic only if it has its own trunk
 rank-00000.safetensors, .msgpack, ...    each rank's part of the optimizer's state, and its random state
 trainer.json, adapted.json, extra.bin    what a trainer must have in common with it; adapted numbers; the caller's bytes
 manifest.json                            size and checksum of each of these files
@@ -33,6 +33,7 @@ from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optim
 from offbeat.learner.training import checkpoints
 
 WEIGHTS_FILE = "policy.safetensors"
+_CRITIC_FILE = "critic.safetensors"
 _META_FILE = "trainer.json"
 
 _ADAPTIVE_FILE = "adapted.json"
@@ -51,6 +52,8 @@ class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     lora: LoraSection
     has_critic: bool
+    has_own_trunk: bool = False
+    """The critic has a trunk of its own."""
 
 
 class AdaptiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,20 +82,34 @@ def read_version(folder: Path) -> int | None:
         return None
 
 
-def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: AdaptiveState, extra: bytes, *, rank: int) -> None:
+def save_state(
+    folder: Path,
+    engine: Any,
+    meta: CheckpointMeta,
+    adaptive: AdaptiveState,
+    extra: bytes,
+    *,
+    rank: int,
+    critic: Any | None = None,
+) -> None:
     """Write weights, optimizer, random state and the given values; a collective. `extra` counts on rank 0 only.
+
+    `critic` is the engine of a critic with a trunk of its own.
 
     `folder` appears at the end, and whole: see `learner.training.checkpoints`. Where one rank cannot write, every rank raises
     `CheckpointFailedError`, and nothing is left.
     """
     is_first = rank == 0
-    weights = gather_weights(engine.module, is_keeper=is_first)
+    engines = {WEIGHTS_FILE: engine} if critic is None else {WEIGHTS_FILE: engine, _CRITIC_FILE: critic}
+    weights = {name: gather_weights(one.module, is_keeper=is_first) for name, one in engines.items()}
 
     def write(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
-        write_tree(partial / _rank_file(rank), {"optimizer": optimizer_state(engine), "random": _read_random_state()})
+        tree = {"optimizer": optimizer_state(engine), "random": _read_random_state()}
+        write_tree(partial / _rank_file(rank), tree if critic is None else {**tree, "critic": optimizer_state(critic)})
         if is_first:
-            write_tensors(partial / WEIGHTS_FILE, weights)
+            for name, of_engine in weights.items():
+                write_tensors(partial / name, of_engine)
             checkpoints.write_extra(partial, extra)
             (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
             (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
@@ -126,19 +143,20 @@ def write_folder(folder: Path, write: Callable[[Path], None], publish: Callable[
         raise
 
 
-def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int) -> LoadedState:
+def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int, critic: Any | None = None) -> LoadedState:
     """Restore weights, optimizer and random state, and return the rest; a collective.
 
+    `critic` is the engine of a critic with a trunk of its own.
     Raises ValueError if the checkpoint differs from `expected` in anything but the version.
     """
     far = find_far_ranks(folder)
     with own_place(folder, far) as place:
         # Under ZeRO-3 the ranks' own parts are all the weights.
-        _hand_out(place, far, without={WEIGHTS_FILE} if expected.zero_stage == 3 else set(), rank=rank)
-        return _load_state(place, engine, expected, rank=rank)
+        _hand_out(place, far, without={WEIGHTS_FILE, _CRITIC_FILE} if expected.zero_stage == 3 else set(), rank=rank)
+        return _load_state(place, engine, critic, expected, rank=rank)
 
 
-def _load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int) -> LoadedState:
+def _load_state(folder: Path, engine: Any, critic: Any | None, expected: CheckpointMeta, *, rank: int) -> LoadedState:
     meta = msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta)
     expected = msgspec.structs.replace(expected, policy_version=meta.policy_version)
     if meta != expected:
@@ -147,9 +165,12 @@ def _load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: in
             "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
         )
     state = read_tree(folder / _rank_file(rank))
+    engines = [(engine, WEIGHTS_FILE, "optimizer")]
+    if critic is not None:
+        engines.append((critic, _CRITIC_FILE, "critic"))
     with muted_prints():
-        weights = {} if meta.zero_stage == 3 else load_file(folder / WEIGHTS_FILE)
-        restore_state(engine, weights, state["optimizer"])
+        for one, name, part in engines:
+            restore_state(one, {} if meta.zero_stage == 3 else load_file(folder / name), state[part])
     _restore_random_state(state["random"])
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
     return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))

@@ -147,6 +147,13 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
         weights += sizes.num_parameters * dtype_bytes
     # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
     optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
+    gradients = _gradient_bytes(config, stage, num_trained, owned)
+    if config.advantage.baseline == "critic" and config.critic.trunk == "own":
+        # A second model under a second engine, all of it trained.
+        whole = sizes.num_parameters / (ranks if stage else 1)
+        weights += kept * dtype_bytes
+        optimizer += 0.0 if _is_offloaded(config) else whole * (12 if stage else 8)
+        gradients += _gradient_bytes(config, stage, sizes.num_parameters, whole)
     # The flat gradient; fused AdamW has no temporaries.
     step = 4 * min(owned, LIVE_PARAMETERS) if stage >= 2 else 0
     activations = _activation_bytes(config, sizes)
@@ -154,7 +161,7 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
         (
             MemoryPart("weights", weights),
             MemoryPart("optimizer", optimizer),
-            MemoryPart("gradients", _gradient_bytes(config, stage, num_trained, owned)),
+            MemoryPart("gradients", gradients),
             # The two peaks come one after the other.
             MemoryPart("optimizer step", step, True) if step > activations else MemoryPart("activations", activations, True),
             MemoryPart("CUDA", CONTEXT_BYTES, True),

@@ -147,6 +147,7 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=dppo_kl"], (0.05, 0.05, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=sao"], (0.3, 5.0, "token-mean", "critic", False, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
         (["advantage.baseline=leave_one_out"], (0.05, 0.05, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
     ],
@@ -315,6 +316,18 @@ REFUSALS = [
     ),
     Refusal(["loss.objective=minirl", "loss.function=my:loss", "loss.anchor=proximal"], ["always 1", "steps_per_batch=2"]),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
+    Refusal(
+        ["loss.objective=sao", "rollout.group_size=1", "advantage.baseline=group"],
+        ["rollout.group_size = 1", "advantage.baseline = 'group'"],
+    ),
+    Refusal(
+        ["loss.objective=sao", "rollout.group_size=1", "loss.zero_variance=drop"],
+        ['zero_variance = "drop"', "every group would be dropped", '"count"'],
+    ),
+    Refusal(
+        ["loss.objective=sao", "critic.trunk=own", "train.sequence_parallel_size=2", "launch.learner_processes=2"],
+        ['critic.trunk = "own"', "sequence_parallel_size"],
+    ),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
     Refusal([TO_GO], ['loss.objective = "gspo"', 'advantage.turns = "to_go"', "gspo_token"]),
     Refusal(["loss.objective=ppo", TO_GO], ['advantage.baseline = "critic"', "without a critic", 'advantage.turns="sum"']),

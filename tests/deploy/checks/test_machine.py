@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection
+from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
 from offbeat.deploy.checks.machine import (
     check_companions,
     check_devices,
@@ -200,5 +201,8 @@ def test_disk_that_checkpoints_take_is_named(free_gb: int, kind: str, tmp_path: 
     assert finding.kind == kind
     assert finding.text.startswith(f"a checkpoint takes up to {one_mb:,} MB, and up to 4 lie in run.dir at once")
     assert ("but its disk has 1,024 MB free" in finding.text) == (kind == "warning")
+    advantage, critic = AdvantageSection(baseline="critic"), CriticSection(trunk="own")
+    (finding,) = check_folder(msgspec.structs.replace(config, advantage=advantage, critic=critic))
+    assert finding.text.startswith(f"a checkpoint takes up to {32 * sizes_of(QWEN3_600M).num_parameters >> 20:,} MB")
     train = msgspec.structs.replace(config.train, checkpoint_interval=0)
     assert list(check_folder(msgspec.structs.replace(config, train=train))) == []

@@ -61,6 +61,15 @@ def test_each_sign_is_clipped_by_its_own_noise_on_its_own_side() -> None:
     below, above = loud.beyond(prefix, lengths)
     of_negative = NoiseBySign(quiet, quiet, loud).expected_clip(prefix, lengths, *shares)
     assert of_negative == pytest.approx(0.5 * (below + above), abs=1e-6)
+    both = ClipBand(1e-3, 2e-3, is_sequence_ratio=False, takes_both_sides=True)
+    below, above = loud.beyond(both, lengths)
+    for floors, share in (((loud, quiet), 0.25), ((quiet, loud), 0.5)):
+        found = NoiseBySign(quiet, *floors).expected_clip(both, lengths, *shares)
+        assert found == pytest.approx(share * (below + above), abs=1e-6)
+    measured = shifted(0)
+    assert measured.clipped(both).mean() == pytest.approx(
+        sum(side[measured.positive + measured.negative > 0].sum() for side in measured.beyond(both)) / len(measured.lengths)
+    )
 
 
 def test_mask_of_negative_advantages_is_predicted_by_their_noise() -> None:

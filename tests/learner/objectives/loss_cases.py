@@ -20,7 +20,7 @@ from offbeat.learner.objectives.losses import (
     sapo,
     sapo_sequence,
 )
-from offbeat.learner.objectives.weighted_losses import aspo, cispo, dppo_kl, dppo_tv, minirl, reinforce, topr, vespo
+from offbeat.learner.objectives.weighted_losses import aspo, cispo, dppo_kl, dppo_tv, minirl, reinforce, sao, topr, vespo
 
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
@@ -59,6 +59,7 @@ OBJECTIVES: dict[str, Objective] = {
     "dppo_tv": lambda *tensors: dppo_tv(inputs_of(*tensors), **BAND, weight_cap=WEIGHT_CAP),
     "dppo_kl": lambda *tensors: dppo_kl(inputs_of(*tensors), **KL_BOUNDS, weight_cap=WEIGHT_CAP),
     "aspo": lambda *tensors: aspo(inputs_of(*tensors), **BAND, weight_cap=WEIGHT_CAP),
+    "sao": lambda *tensors: sao(inputs_of(*tensors), **BAND),
     "topr": lambda *tensors: topr(inputs_of(*tensors)),
     "vespo": lambda *tensors: vespo(inputs_of(*tensors), **VESPO),
     "m2po": lambda *tensors: m2po(inputs_of(*tensors), cutoff=M2PO_CUTOFF),
@@ -178,6 +179,12 @@ def printed_aspo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     return -(kept * weight) * advantages * policy
 
 
+def printed_sao(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    ratio = policy.exp() / anchor.exp()
+    f = torch.where((ratio > 1 - 0.1) & (ratio < 1 + 0.2), ratio, 0.0).detach()
+    return -f * advantages * policy
+
+
 def printed_topr(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     product = (policy.exp().prod() / anchor.exp().prod()).detach()
     return -torch.where(advantages >= 0, 1.0, product.clamp(0, 1)) * advantages * policy
@@ -219,6 +226,7 @@ PRINTED = {
     "ce_gppo_dual_clip": printed_ce_gppo_dual_clip,
     "sapo_sequence": printed_sapo_sequence,
     "aspo": printed_aspo,
+    "sao": printed_sao,
     "topr": printed_topr,
     "vespo": printed_vespo,
     "m2po": printed_m2po,

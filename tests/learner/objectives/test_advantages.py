@@ -12,6 +12,7 @@ from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
     group_advantages,
+    lambda_by_length,
     merge_moments,
     moments,
     rewards_by_token,
@@ -290,6 +291,23 @@ def test_at_lambda_one_they_are_returns_less_values_and_at_zero_one_step_errors(
     torch.testing.assert_close(advantages, torch.where(mask, monte_carlo - values, 0.0), rtol=1e-12, atol=1e-12)
     advantages, _ = generalized_advantages(rewards, torch.zeros_like(values), mask, gamma=gamma, gae_lambda=0.0)
     assert torch.equal(advantages, torch.where(mask, rewards, 0.0))
+
+
+def test_targets_have_a_lambda_of_their_own():
+    rewards, values, mask = case(seed=2)
+    both = {"gamma": 0.9, "gae_lambda": 0.3}
+    advantages, returns = generalized_advantages(rewards, values, mask, **both, target_lambda=1.0)
+    assert torch.equal(advantages, generalized_advantages(rewards, values, mask, **both)[0])
+    torch.testing.assert_close(returns, discounted_returns(rewards, mask, gamma=0.9), rtol=1e-12, atol=1e-12)
+
+
+def test_lambda_by_length_counts_the_sampled_tokens_of_each_row():
+    mask = torch.tensor([[T, F, T, F], [T, F, F, F], [T, T, T, T], [F, F, F, F]])
+    lambdas = lambda_by_length(mask)
+    torch.testing.assert_close(lambdas, torch.tensor([[2 / 3], [1 / 3], [5 / 6], [0.0]]))
+    rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0] * 4])
+    advantages, _ = generalized_advantages(rewards, torch.zeros(4, 4), mask, gamma=1.0, gae_lambda=lambdas)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([2 / 3, 1.0, (5 / 6) ** 3, 0.0]))
 
 
 def test_a_perfect_critic_leaves_no_advantage():

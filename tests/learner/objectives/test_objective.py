@@ -50,6 +50,7 @@ EXPECTED = (
         "aspo": lambda anchor: weighted_losses.aspo(
             inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2, weight_cap=3.0
         ),
+        "sao": lambda anchor: weighted_losses.sao(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
         "topr": lambda anchor: weighted_losses.topr(inputs_of(POLICY, anchor, MASK, ADVANTAGES)),
         "vespo": lambda anchor: weighted_losses.vespo(
             inputs_of(POLICY, anchor, MASK, ADVANTAGES),
@@ -96,7 +97,7 @@ def test_objectives_are_told_apart() -> None:
     anchors = (BEHAVIOR, POLICY + 0.3, POLICY - 0.3)
     distinct = {name: str([EXPECTED[name](anchor).losses.tolist() for anchor in anchors]) for name in EXPECTED}
     # GSPO-token is GSPO where advantages are equal along a row, and so is LUSPO; the clip's four names are one function.
-    assert len(set(distinct.values())) == 16
+    assert len(set(distinct.values())) == 17
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offbeat.learner.objectives.losses import LossInputs, ppo_clip
-from offbeat.learner.objectives.weighted_losses import aspo, dppo_kl, dppo_tv, minirl, topr
+from offbeat.learner.objectives.weighted_losses import aspo, dppo_kl, dppo_tv, minirl, sao, topr
 from tests.learner.objectives.loss_cases import BAND, OBJECTIVES, Batch, inputs_of, one_token, random_batch, run
 
 
@@ -48,6 +48,12 @@ def test_minirl_against_the_engine_has_the_gradient_of_the_clip():
     clip_of = run(lambda *tensors: ppo_clip(inputs_of(*tensors), **BAND), batch)
     torch.testing.assert_close(minirl_of[2], clip_of[2], rtol=1e-12, atol=1e-12)
     assert torch.equal(minirl_of[1], clip_of[1])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -0.5])
+@pytest.mark.parametrize(("pi", "expected"), [(0.3, 0.0), (0.37, 0.925), (0.4, 1.0), (0.47, 1.175), (0.5, 0.0)])
+def test_sao_leaves_out_both_sides_of_its_band_at_either_sign(pi, advantage, expected):
+    assert weight(sao, three(pi, 0.4, 0.4, advantage), **BAND) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from offbeat.learner.leases.groups import Group
 from offbeat.protocols.payload import Turn
 from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
-from tests.learner.training.trainer_cases import make_config, make_groups
+from tests.learner.training.trainer_cases import OWN_CRITIC, make_config, make_groups
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +50,7 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(
     written: set[str] = set()
     for config in (
         make_config(tiny_model, loss={"noise_floor": floor}),
-        make_config(tiny_moe_model, loss=extras, kl=kl, advantage=critic),
+        make_config(tiny_moe_model, loss=extras, kl=kl, advantage=critic, critic=OWN_CRITIC),
     ):
         with running(config) as trainer:
             for _ in range(2):

@@ -9,6 +9,7 @@ from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, ModelSection
 from offbeat.common.settings.learning_sections import (
     AdvantageSection,
+    CriticSection,
     KlSection,
     LoraSection,
     LossSection,
@@ -70,6 +71,7 @@ def make_config(
     advantage: AdvantageSection | None = None,
     kl: KlSection | None = None,
     lora: LoraSection | None = None,
+    critic: CriticSection | None = None,
     **train: Any,
 ) -> Config:
     """Return a config of 3 groups a step, a clip band of 0.5 and small micro-batches, unless overridden."""
@@ -82,6 +84,7 @@ def make_config(
             advantage=advantage or AdvantageSection(),
             kl=kl or KlSection(),
             lora=lora or LoraSection(),
+            critic=critic or CriticSection(),
             train=TrainSection(**settings),
         )
     )
@@ -105,6 +108,16 @@ class RankCase(NamedTuple):
     """Those that change how the steps are computed, not which."""
 
 
+OWN_CRITIC = CriticSection(
+    trunk="own", updates_per_step=2, learning_rate_factor=5, freeze_attention=True, target_lambda=1.0, value_clip=0.2
+)
+SAO: dict[str, Any] = {
+    "loss": {"objective": "sao", "clip_low": 0.3, "clip_high": 5.0},
+    "advantage": AdvantageSection(baseline="critic", gae_lambda="by_length"),
+    "critic": OWN_CRITIC,
+}
+"""Arguments of `make_config` for SAO, whose critic has a trunk of its own."""
+
 _PERSISTING_NOTHING = {**SGD, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 RANK_CASES = {
@@ -114,6 +127,8 @@ RANK_CASES = {
         {"loss": {"objective": "grpo", "anchor": "interpolated", "correction": "token_tis"}}, {"zero_stage": 2}
     ),
     "stage-3": RankCase(EXTRAS, {"zero_stage": 3}),
+    "own critic": RankCase(SAO, {"zero_stage": 2}),
+    "own critic, stage 3": RankCase(SAO, {"zero_stage": 3, "deepspeed": _PERSISTING_NOTHING}),
     "shared packs": RankCase(EXTRAS, {"sequence_parallel_size": 2}),
     "shared packs, stage 3": RankCase(
         {},

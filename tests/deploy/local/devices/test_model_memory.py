@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offbeat.common.settings.config import Config, ModelSection, TrainSection
+from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TrainSection
+from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
 from offbeat.deploy.local.devices.memory import learner_need, sizes_of
 from offbeat.learner.policy import packed_attention
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -63,3 +64,16 @@ def test_activations_in_the_device_plan_hold_those_of_an_8b_model(
     planned = next(part.num_bytes for part in need.parts if part.name in ("activations", "optimizer step"))
     # The rest is for fragments: a second layer for the backward pass, and under ZeRO-3 the whole head beside other weights.
     assert least <= measured / planned <= most
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_critic_of_its_own_takes_as_much_memory_as_the_policy(zero_stage: int) -> None:
+    sizes, train = sizes_of(QWEN3_8B), TrainSection(zero_stage=zero_stage)
+    advantage = AdvantageSection(baseline="critic")
+    launch = LaunchSection(learner_processes=4)
+    shared = Config(train=train, advantage=advantage, launch=launch)
+    own = Config(train=train, advantage=advantage, critic=CriticSection(trunk="own"), launch=launch)
+    before, after = ({part.name: part.num_bytes for part in learner_need(one, sizes).parts} for one in (shared, own))
+    for name in ("optimizer", "gradients"):
+        assert after[name] == pytest.approx(2 * before[name])
+    assert after["weights"] - before["weights"] == pytest.approx(2 * sizes.num_parameters / (4 if zero_stage == 3 else 1))

@@ -1,0 +1,191 @@
+"""SAO and a critic with a trunk of its own: against a loop of plain torch, in a warm-up and over restarts."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.learning_sections import CriticSection
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.policy.critic import attention_parameters
+from offbeat.protocols.payload import Turn
+from tests.learner.training.test_trainer import running, weights_of
+from tests.learner.training.trainer_cases import OWN_CRITIC, SAO, make_config, make_groups
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def episodes(seed: int) -> list[Group]:
+    """Return six groups of one completion; some have a tool's answer after their first tokens."""
+    groups = make_groups(6, group_size=1, seed=seed)
+    found: list[Group] = []
+    for index, group in enumerate(groups):
+        (rollout,) = group.rollouts
+        if index % 2 and len(rollout.token_ids) > 2:
+            turns = (Turn(0, 2), Turn(3, len(rollout.token_ids) - 2))
+            rollout = rollout._replace(turns=turns, context_ids=np.array([7, 30, 12], dtype=np.int32))
+        # Ratios far from 1, so that both sides of the band leave tokens out.
+        spread = 0.5 * np.random.default_rng(index).standard_normal(len(rollout.token_ids)).astype(np.float32)
+        found.append(group._replace(rollouts=(rollout._replace(behavior_logprobs=rollout.behavior_logprobs + spread),)))
+    return found
+
+
+class PlainSao:
+    """SAO in plain torch: one completion at a time, GAE in a loop over the sampled tokens, two AdamW optimizers."""
+
+    def __init__(self, model: Path, *, policy_rate: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.policy, self.trunk = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
+        self.head = torch.nn.Linear(self.trunk.config.hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        of_critic = [weight for name, weight in self.trunk.named_parameters() if "self_attn" not in name]
+        options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=policy_rate, **options)
+        self.critics = torch.optim.AdamW([*of_critic, *self.head.parameters()], lr=5e-3, **options)
+
+    def step(self, groups: list[Group]) -> float:
+        """Take one step of the policy and two of the critic; return the value loss before them."""
+        num_tokens = sum(len(group.rollouts[0].token_ids) for group in groups)
+        before: list[Tensor] = []
+        targets: list[Tensor] = []
+        loss = torch.zeros(())
+        for group in groups:
+            with torch.no_grad():
+                values = self._values(group)
+            advantages, returns = self._estimate(values, group.rollouts[0].reward)
+            before.append(values)
+            targets.append(returns)
+            tokens, places = self._sequence(group)
+            logprobs = self.policy(input_ids=tokens[None]).logits[0].log_softmax(-1)[places - 1, tokens[places]]
+            ratio = (logprobs - torch.from_numpy(group.rollouts[0].behavior_logprobs)).exp().detach()
+            inside = (ratio > 1 - 0.3) & (ratio < 1 + 5.0)
+            loss = loss - (inside * ratio * advantages * logprobs).sum() / num_tokens
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        losses: list[float] = []
+        for _ in range(2):
+            errors = torch.zeros(())
+            for group, old, target in zip(groups, before, targets, strict=True):
+                values = self._values(group)
+                near = old + (values - old).clamp(-0.2, 0.2)
+                errors = errors + 0.5 * torch.maximum((values - target).square(), (near - target).square()).sum()
+            losses.append(errors.item() / num_tokens)
+            self.critics.zero_grad()
+            (errors / num_tokens).backward()
+            trained = [weight for of_group in self.critics.param_groups for weight in of_group["params"]]
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            self.critics.step()
+        return losses[0]
+
+    def _sequence(self, group: Group) -> tuple[Tensor, Tensor]:
+        """Return all tokens of an episode, and the places of those that were sampled."""
+        (rollout,) = group.rollouts
+        tokens, places = list(group.prompt_token_ids), []
+        if not rollout.turns:
+            places = list(range(len(tokens), len(tokens) + len(rollout.token_ids)))
+            return torch.tensor([*tokens, *rollout.token_ids]), torch.tensor(places)
+        for _, context, sampled in rollout.pieces():
+            tokens += list(context)
+            places += range(len(tokens), len(tokens) + len(sampled))
+            tokens += list(sampled)
+        return torch.tensor(tokens), torch.tensor(places)
+
+    def _values(self, group: Group) -> Tensor:
+        tokens, places = self._sequence(group)
+        states = self.trunk(input_ids=tokens[None], output_hidden_states=True).hidden_states[-1][0]
+        return self.head(states[places - 1]).squeeze(-1)
+
+    @staticmethod
+    def _estimate(values: Tensor, reward: float) -> tuple[Tensor, Tensor]:
+        """GAE over the sampled tokens, with lambda 1 - 1/(1.5 n) for the policy and 1 for the targets."""
+        n = len(values)
+        gae_lambda = 1 - 1 / (1.5 * n)
+        advantages, after, value_after = torch.zeros(n), 0.0, 0.0
+        for token in reversed(range(n)):
+            delta = (reward if token == n - 1 else 0.0) + value_after - float(values[token])
+            after = delta + gae_lambda * after
+            advantages[token], value_after = after, float(values[token])
+        return advantages, torch.full((n,), reward)
+
+
+def distance(weights: dict[str, Tensor], module: torch.nn.Module) -> float:
+    """Return the distance of weights from a module's. Adam magnifies the rounding of gradients near 0, so only all together."""
+    return float(
+        sum((weights[name].detach() - weight.detach()).square().sum() for name, weight in module.named_parameters()) ** 0.5
+    )
+
+
+def test_sao_takes_the_steps_of_a_loop_in_plain_torch(tiny_model: Path) -> None:
+    plain = PlainSao(tiny_model, policy_rate=1e-3)
+    config = make_config(tiny_model, groups_per_step=6, learning_rate=1e-3, **SAO)
+    masked: list[float] = []
+    with running(config) as trainer:
+        critic = trainer.networks.critic
+        assert critic is not None
+        start = {name: weight.clone() for name, weight in weights_of(trainer).items()}
+        for seed in range(4):
+            expected = plain.step(episodes(seed))
+            (metrics,) = trainer.train_batch(episodes(seed))
+            assert metrics["loss/value"] == pytest.approx(expected, rel=1e-4)
+            masked.append(metrics["clip_tokens/fraction"])
+        weights = weights_of(trainer)
+        values = dict(critic.module.network.policy.named_parameters())
+        head = critic.module.network.value_head
+    assert min(masked) > 0.05, "tokens outside the band are there to be left out"
+    assert distance(weights, plain.policy) < 1e-3 * distance(start, plain.policy)
+    assert distance(values, plain.trunk) < 1e-3 * distance(start, plain.trunk)
+    assert head is not None and distance(dict(head.named_parameters()), plain.head) < 1e-3 * float(
+        plain.head.weight.detach().norm()
+    )
+
+
+def test_only_the_critic_learns_during_its_warm_up_and_its_attention_never(tiny_model: Path) -> None:
+    critic = msgspec.structs.replace(OWN_CRITIC, alone_until=2)
+    config = make_config(tiny_model, groups_per_step=6, learning_rate=1e-3, **{**SAO, "critic": critic})
+    with running(config) as trainer:
+        own = trainer.networks.critic
+        assert own is not None
+        trained = dict(own.module.network.policy.named_parameters())
+        start, at_start = weights_of(trainer), {name: weight.detach().clone() for name, weight in trained.items()}
+        rates = [trainer.train_batch(episodes(seed))[0]["loss/learning_rate"] for seed in range(2)]
+        assert all(torch.equal(start[name], weight) for name, weight in weights_of(trainer).items())
+        metrics = trainer.train_batch(episodes(2))[0]
+        assert any(not torch.equal(start[name], weight) for name, weight in weights_of(trainer).items())
+    assert rates == [0, 0] and metrics["loss/learning_rate"] == 1e-3
+    moved = {name for name, weight in trained.items() if not torch.equal(weight, at_start[name])}
+    assert moved and not any("self_attn" in name for name in moved)
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.post_attention_layernorm.weight"} <= moved
+
+
+def test_critic_of_its_own_goes_on_after_a_restart_and_explains_its_targets(tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model, groups_per_step=6, learning_rate=1e-3, **SAO)
+    with running(config) as trainer:
+        assert not any("value" in spec.name for spec in trainer.layout())
+        explained = [trainer.train_batch(episodes(0))[0]["loss/explained_variance"] for _ in range(12)]
+        trainer.save_checkpoint(tmp_path / "step-00000012", b"")
+        following = trainer.train_batch(episodes(1))[0]
+    assert explained[0] == 0, "a head of zeros explains nothing"
+    assert explained[-1] > 0.3
+    with running(config) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000012")
+        again = trainer.train_batch(episodes(1))[0]
+    assert {name: again[name] for name in ("loss/value", "loss/policy", "loss/value_grad_norm")} == {
+        name: following[name] for name in ("loss/value", "loss/policy", "loss/value_grad_norm")
+    }
+    shared = make_config(tiny_model, groups_per_step=6, **{**SAO, "critic": CriticSection()})
+    with running(shared) as trainer, pytest.raises(ValueError, match="lora and critic"):
+        trainer.load_checkpoint(tmp_path / "step-00000012")
+
+
+def test_model_without_layers_named_attention_cannot_freeze_them() -> None:
+    with pytest.raises(SettingError, match=r"critic\.freeze_attention.*some/model.*false"):
+        list(attention_parameters(torch.nn.Sequential(torch.nn.Linear(2, 2)), "some/model"))
