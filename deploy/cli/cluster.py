@@ -108,7 +108,7 @@ def kubernetes(
 
 @app.command()
 def compose(out: Out, image: Image = "", arguments: Arguments = None) -> None:
-    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of [launch]."""
+    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of `launch`."""
     path, overrides = _named_file(arguments)
     typer.echo(write_compose(path, overrides, out, _named_image(image)))
 

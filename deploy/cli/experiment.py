@@ -224,7 +224,7 @@ def study_command(
 ) -> None:
     """Train tiny models with every method at exact lags, without services, and compare the methods seed by seed.
 
-    Each run is one process: the learner's trainer on completions of the weights of exactly so many steps before. Every
+    Each run is one process: the learner's trainer, on completions from weights that are exactly that many steps old. Every
     finished run is a row of FOLDER/rows.jsonl, and the same command continues an unfinished study. docs/study.md has the
     method and the results.
     """

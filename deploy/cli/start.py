@@ -66,12 +66,12 @@ def train_command(arguments: Arguments = None) -> None:
 
 def demo_command(
     arguments: Arguments = None,
-    small: Annotated[bool, typer.Option("--small", help="Take the tiny model of the quick start: a minute.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Use the quick start's tiny model, which takes a minute.")] = False,
     browser: Annotated[bool, typer.Option(help="Open the live page where there is a browser.")] = True,
 ) -> None:
     """Show what a run survives: an actor and the learner are killed, the staleness bound is changed, an actor is added.
 
-    Without CONFIG, an adapter of SmolLM2-135M learns sums (it needs offbeat[lora]). At the end you get the report, the sums
+    Without CONFIG, an adapter of SmolLM2-135M learns sums (install the extra `lora`). At the end you get the report, the sums
     of the ledger, and the audit of every lease. Ctrl-C ends the run with all its processes.
     """
     from offbeat.deploy.local.demo import CHECKPOINT_INTERVAL, run_demo

@@ -1,5 +1,6 @@
 """Claims about the commands as `offbeat` lists and loads them."""
 
+import ast
 import errno
 import importlib.metadata
 import os
@@ -42,6 +43,15 @@ def test_every_command_is_listed() -> None:
 def test_help_imports_no_command_and_no_heavy_library() -> None:
     result = subprocess.run([sys.executable, "-c", LIGHT_HELP], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_texts_of_help_have_no_brackets_that_the_terminal_takes_for_a_style() -> None:
+    """Typer reads `[lora]` as markup and leaves it out."""
+    files = Path(str(cli.__file__)).parent.glob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    taken = [text for text in texts if re.search(r"(?<!\\)\[[a-z]+\]", text)]
+    assert taken == []
 
 
 @pytest.mark.parametrize("name", ["check", "set", "keygen"])
