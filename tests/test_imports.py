@@ -63,8 +63,6 @@ ALLOWED = {
     "learner/dispatch": {"learner/leases", "learner/diagnostics", "common/*", "common", "protocols"},
     "learner/reporting": {
         "learner",
-        "learner/reporting/page",
-        "learner/reporting/trackers",
         "learner/leases",
         "learner/dispatch",
         "learner/diagnostics",
@@ -73,13 +71,11 @@ ALLOWED = {
         "common",
         "protocols",
     },
-    "learner/reporting/page": {"common/*", "common", "protocols"},
-    "learner/reporting/trackers": {"common/*", "common", "protocols"},
     "learner/restart": {
         "learner/leases",
         "learner/dispatch",
         "learner/training",
-        "learner/reporting/trackers",
+        "learner/reporting",
         "common/*",
         "common",
         "protocols",
@@ -87,17 +83,14 @@ ALLOWED = {
     "lab": {"learner/*", "common/*", "common", "protocols"},
     "lab/report": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/simulation": {"lab", "learner/*", "common/*", "common", "protocols"},
-    "lab/replay": {"lab", "learner/*", "common/*", "common", "protocols"},
     "lab/study": {"lab/sweep", "learner/*", "common/*", "common", "protocols"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common/*", "common", "protocols"},
     "deploy": set(),
-    "deploy/clusters": {"deploy/local", "deploy/local/devices", "common/*", "common", "protocols"},
-    "deploy/local/devices": {"common/*", "common"},
+    "deploy/clusters": {"deploy/local", "common/*", "common", "protocols"},
     "deploy/local/quickstart": {"learner/*", "common/*", "common"},
     "deploy/local": {
         "actor/engines",
         "deploy/cli",
-        "deploy/local/devices",
         "deploy/operating",
         "deploy/clusters",
         "lab",
@@ -109,15 +102,16 @@ ALLOWED = {
         "protocols",
     },
     "deploy/operating": {"lab", "common/*", "common", "protocols"},
-    "deploy/checks": {"deploy/local/devices", "actor", "actor/*", "learner", "learner/*", "common/*", "common", "protocols"},
-    "deploy/study": {"deploy/*", "deploy", "lab/study", "actor/rewards", "learner/*", "common/*", "common"},
-    "deploy/sweep": {
+    "deploy/checks": {"deploy/local", "actor", "actor/*", "learner", "learner/*", "common/*", "common", "protocols"},
+    "deploy/experiments": {
         "deploy/*",
         "deploy",
         "lab",
         "lab/report",
         "lab/sweep",
-        "learner/training",
+        "lab/study",
+        "actor/rewards",
+        "learner/*",
         "common/*",
         "common",
         "protocols",
@@ -276,7 +270,7 @@ def imports_at_start(command: str) -> Iterator[str]:
 
 def test_quick_commands_start_without_torch() -> None:
     modules = {module for command in QUICK_COMMANDS for module in imports_at_start(command)}
-    assert {"offbeat.lab.audit", "offbeat.lab.replay.replay", "offbeat.deploy.sweep.running"} < modules
+    assert {"offbeat.lab.audit", "offbeat.lab.replay", "offbeat.deploy.experiments.sweep_runs"} < modules
     assert slow_imports(["offbeat.deploy.cli.main", *sorted(modules)]) == []
 
 

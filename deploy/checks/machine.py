@@ -20,9 +20,9 @@ from offbeat.common.records.run_folder import check_run_folder, locked
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.sequence_parallel import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
-from offbeat.deploy.local.devices.inventory import find_gpus
-from offbeat.deploy.local.devices.memory import check_cpu_run, engine_need, learner_need, model_sizes
-from offbeat.deploy.local.devices.plan import check_indices, plan_of_this_machine
+from offbeat.deploy.local.devices import find_gpus
+from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need, model_sizes
+from offbeat.deploy.local.plan import check_indices, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
 

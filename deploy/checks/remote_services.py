@@ -12,8 +12,8 @@ from offbeat.common.errors import SettingError, one_line
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.common.settings.judge_checks import is_address
 from offbeat.deploy.checks.findings import Finding, mistake
-from offbeat.learner.reporting.trackers.tracker import SETTINGS
-from offbeat.learner.reporting.trackers.tracking import wanted_trackers
+from offbeat.learner.reporting.trackers import SETTINGS
+from offbeat.learner.reporting.tracking import wanted_trackers
 
 DATABASE_PACKAGES = ("sqlalchemy", "alembic")
 """Packages that MLflow needs for a database, and not for a server."""

@@ -102,7 +102,7 @@ def replay_command(
 
     Exit status 1 if a replay with the recorded settings differs from the recording.
     """
-    from offbeat.lab.replay.replay import Request, print_replay, replay_run
+    from offbeat.lab.replay import Request, print_replay, replay_run
 
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)
@@ -143,9 +143,9 @@ def sweep_command(
     from offbeat.common.processes.shutdown import StopRequest
     from offbeat.common.settings.loading import load
     from offbeat.deploy.checks.preflight import look
+    from offbeat.deploy.experiments.sweep_runs import places_here, render_commands, run_sweep
+    from offbeat.deploy.experiments.trials import check_trials, make_trials, prepare, render_job_array
     from offbeat.deploy.local.quickstart.prepared import expand
-    from offbeat.deploy.sweep.running import places_here, render_commands, run_sweep
-    from offbeat.deploy.sweep.trials import check_trials, make_trials, prepare, render_job_array
     from offbeat.lab.sweep.plan import make_plan, read_baseline
     from offbeat.lab.sweep.sweep_report import write_sweep_report
 
@@ -250,8 +250,8 @@ def study_command(
         return
     prepare_environment()
     # Imports torch.
-    from offbeat.deploy.study.running import run_probes, run_study
-    from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS
+    from offbeat.deploy.experiments.study_runs import run_probes, run_study
+    from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
 
     of_tasks = _known("--tasks", tasks, list(TASKS)) or list(MAIN_TASKS)
     of_methods = _known("--methods", chosen, list(methods())) or list(methods())

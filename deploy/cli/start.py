@@ -28,10 +28,10 @@ from offbeat.deploy.cli.arguments import (
     split_arguments,
     start_time,
 )
-from offbeat.deploy.local.devices.plan import plan_of_this_machine
 from offbeat.deploy.local.ending import end_run, go_on
 from offbeat.deploy.local.forks import choose_starts
 from offbeat.deploy.local.launcher import Launcher
+from offbeat.deploy.local.plan import plan_of_this_machine
 from offbeat.deploy.local.quickstart.prepared import expand
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import ChannelError

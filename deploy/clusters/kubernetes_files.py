@@ -26,8 +26,8 @@ from offbeat.common.settings.hub_keys import LEARNER
 from offbeat.common.settings.loading import load
 from offbeat.deploy.clusters import container, kubernetes_pods
 from offbeat.deploy.clusters.services import FLEET
-from offbeat.deploy.local.devices.memory import GIB, engine_need, learner_need, model_sizes
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
+from offbeat.deploy.local.memory import GIB, engine_need, learner_need, model_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.run_folder import MODEL
 from offbeat.common.settings.config import Config, StalenessSection
-from offbeat.deploy.local.devices.plan import plan_of_this_machine
 from offbeat.deploy.local.forks import choose_starts
 from offbeat.deploy.local.launcher import Launcher, free_port
+from offbeat.deploy.local.plan import plan_of_this_machine
 from offbeat.lab.calibration import ScoredHalves, check_source, engine_of, fit_calibration, load_groups
 from offbeat.learner.calibration.calibration import Calibration
 from offbeat.learner.calibration.noise_floor import Differences

@@ -29,8 +29,8 @@ from offbeat.common.setting_text import write_private
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.clusters.pool import Instance, needed
-from offbeat.deploy.local.devices.plan import DevicePlan, DeviceTurns
 from offbeat.deploy.local.ending import end_run
+from offbeat.deploy.local.plan import DevicePlan, DeviceTurns
 from offbeat.deploy.local.starts import Process, ProcessStart, Starts
 from offbeat.deploy.operating.link import StatusPoll
 from offbeat.protocols.messages import StatusReport

@@ -7,7 +7,7 @@ import msgspec
 
 from offbeat.actor.page import EXPORTED as OF_ACTOR
 from offbeat.common.records.exported import TURNED_WITHIN_S, Exported
-from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
+from offbeat.learner.reporting.exported import EXPORTED as OF_LEARNER
 
 _BY_NAME = {exported.name: exported for exported in (*OF_LEARNER, *OF_ACTOR)}
 

@@ -23,7 +23,7 @@ from offbeat.common.settings.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
-from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
+from offbeat.learner.reporting.exported import EXPORTED as OF_LEARNER
 
 _WRITTEN = "<!-- Written by `python -m docs.generate.reference docs`; change the code's docstrings instead. -->"
 

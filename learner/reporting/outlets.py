@@ -18,9 +18,9 @@ from offbeat.common.user_code.callback import Callback
 from offbeat.learner.diagnostics.health import Health, update_troubles
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.hub import ActorLink
-from offbeat.learner.reporting.page.live_page import LivePage, serving
+from offbeat.learner.reporting.live_page import LivePage, serving
 from offbeat.learner.reporting.terminal import Progress
-from offbeat.learner.reporting.trackers.tracking import tracking
+from offbeat.learner.reporting.tracking import tracking
 from offbeat.protocols.messages import Vitals
 
 NUM_RECENT_STEPS = 10

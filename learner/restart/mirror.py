@@ -23,7 +23,7 @@ from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, IDENTITY_FILE, LOG, MODEL, PROMPT_HASHES_FILE
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.learner.leases.log_reading import segment_name, segment_numbers
-from offbeat.learner.reporting.trackers.tracker import KINDS, id_file
+from offbeat.learner.reporting.trackers import KINDS, id_file
 from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)

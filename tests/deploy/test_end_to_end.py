@@ -13,7 +13,7 @@ from offbeat.lab.audit import audit
 from offbeat.learner.calibration.calibration import save_calibration
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config
 from tests.learner.calibration.test_calibration import make_calibration
-from tests.learner.reporting.trackers.standins import write_trackio
+from tests.learner.reporting.standins import write_trackio
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 

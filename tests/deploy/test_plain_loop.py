@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.common.records.run_folder import LOG
 from offbeat.common.settings.loading import load
-from offbeat.lab.replay.gradients import load_candidates
+from offbeat.lab.gradients import load_candidates
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log
 from tests.deploy.services import SERVICES_S, Services, write_config

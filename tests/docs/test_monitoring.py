@@ -7,7 +7,7 @@ import yaml
 
 from docs.generate.monitoring import ACTOR_PANELS, ALERTS, PANELS, alert_rules, grafana_dashboard
 from offbeat.actor.page import EXPORTED as OF_ACTOR
-from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
+from offbeat.learner.reporting.exported import EXPORTED as OF_LEARNER
 
 LEARNERS = {one.name for one in OF_LEARNER}
 ACTORS = {one.name for one in OF_ACTOR}

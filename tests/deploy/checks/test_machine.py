@@ -22,10 +22,10 @@ from offbeat.deploy.checks.machine import (
     memory_here,
     show_devices,
 )
-from offbeat.deploy.local.devices import inventory
-from offbeat.deploy.local.devices.inventory import Device
-from offbeat.deploy.local.devices.memory import cpu_actor_need, cpu_learner_need, engine_need, learner_need, sizes_of
-from tests.deploy.local.devices.machines import QWEN3_600M
+from offbeat.deploy.local import devices
+from offbeat.deploy.local.devices import Device
+from offbeat.deploy.local.memory import cpu_actor_need, cpu_learner_need, engine_need, learner_need, sizes_of
+from tests.deploy.local.machines import QWEN3_600M
 
 # The model is a folder, so that no hub is asked.
 CONFIG = Config(model=ModelSection(path="."), data=DataSection(train_data="data.jsonl"))
@@ -57,8 +57,8 @@ def test_package_of_another_build_than_torch_is_told_with_its_cure(
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "list_devices", lambda: [Device(0, "GPU-a", "L4", 24, 24), Device(1, "GPU-b", "L4", 24, 24)])
-    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: True)
+    monkeypatch.setattr(devices, "list_devices", lambda: [Device(0, "GPU-a", "L4", 24, 24), Device(1, "GPU-b", "L4", 24, 24)])
+    monkeypatch.setattr(devices, "torch_is_built_for_gpus", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -78,7 +78,7 @@ def test_gpu_that_the_machine_lacks_is_a_mistake(two_gpus: None) -> None:
 
 
 def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "list_devices", list)
+    monkeypatch.setattr(devices, "list_devices", list)
     (warning,) = show_devices(with_learner_gpu(0))
     assert (warning.kind, "launch.learner_gpus = [0]" in warning.text) == ("warning", True)
     assert list(show_devices(CONFIG)) == []
@@ -88,7 +88,7 @@ def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no
 
 
 def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: False)
+    monkeypatch.setattr(devices, "torch_is_built_for_gpus", lambda: False)
     for check in (check_devices, show_devices):
         (note,) = check(CONFIG)
         assert note.kind == "note"
@@ -103,7 +103,7 @@ def test_sums_are_told_where_the_gpus_are_on_other_machines(
     launch = LaunchSection(learner_processes=num_processes)
     config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16"), launch=launch)
     if num_processes == 1:
-        monkeypatch.setattr(inventory, "list_devices", list)
+        monkeypatch.setattr(devices, "list_devices", list)
     notes = [finding.text.partition(": ")[::2] for finding in show_devices(config) if "on a GPU" in finding.text]
     sizes = sizes_of(QWEN3_600M)
     assert notes == [
@@ -123,7 +123,7 @@ class Memory(NamedTuple):
 def cpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run of Qwen3-0.6B on a machine without GPUs."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
-    monkeypatch.setattr(inventory, "list_devices", list)
+    monkeypatch.setattr(devices, "list_devices", list)
     return msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16", max_length=64))
 
 

@@ -26,8 +26,8 @@ from offbeat.deploy.cli.cluster import POOLS
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions
-from offbeat.deploy.local.devices.memory import sizes_of
-from tests.deploy.local.devices.machines import QWEN3_600M
+from offbeat.deploy.local.memory import sizes_of
+from tests.deploy.local.machines import QWEN3_600M
 
 SETTINGS = """\
 # a comment of mine

@@ -12,12 +12,12 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local import launcher
-from offbeat.deploy.local.devices.memory import sizes_of
-from offbeat.deploy.local.devices.plan import DevicePlan, DeviceTurns, make_plan
 from offbeat.deploy.local.launcher import Launcher
+from offbeat.deploy.local.memory import sizes_of
+from offbeat.deploy.local.plan import DevicePlan, DeviceTurns, make_plan
 from offbeat.deploy.local.starts import FreshStarts
 from offbeat.learner.policy import process_group
-from tests.deploy.local.devices.machines import QWEN3_600M, machine
+from tests.deploy.local.machines import QWEN3_600M, machine
 
 SERVICE = '''
 """Stands for a service on a GPU: notes when it comes and what it is told, is ready after a while, and does what `NAME` says."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.common.settings.learning_sections import TrainSection
-from offbeat.deploy.sweep.trials import make_trials, prepare
+from offbeat.deploy.experiments.trials import make_trials, prepare
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.sweep.measures import measure, reward_curves
 from offbeat.lab.sweep.plan import Hopeless, Plan, make_plan, mark_hopeless

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from offbeat.deploy.study.tasks import FORK, LENGTH, Progression
+from offbeat.deploy.experiments.study_tasks import FORK, LENGTH, Progression
 
 
 def test_every_prompt_is_there_once_with_the_numbers_that_follow() -> None:

@@ -1,0 +1,219 @@
+"""Runs the trials of the study in parallel processes, each trial once, and adds a row to the file as soon as one is done."""
+
+import atexit
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import StopRequest, die_with_parent
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load
+from offbeat.deploy.experiments.jobs import alone_in, run_jobs
+from offbeat.lab.study.trials import (
+    BASELINE,
+    OF_MIXTURES,
+    PROBE_FILE,
+    ProbeRow,
+    StudyRow,
+    StudyTrial,
+    append_row,
+    left_to_do,
+    methods,
+    read_lines,
+    read_rows,
+)
+
+logger = logging.getLogger(__name__)
+
+RUNS_PER_PROCESS = 20
+"""A process ends after as many runs, because DeepSpeed's modules are never freed."""
+
+
+def run_study(
+    base: Path,
+    trials: Sequence[StudyTrial],
+    folder: Path,
+    file: Path,
+    stop: StopRequest,
+    *,
+    num_jobs: int,
+    say: Callable[[str], None],
+) -> None:
+    """Run the trials that have no row in the folder, with new rows in the file; only say how many with no jobs."""
+    from offbeat.deploy.experiments.study_tasks import TASKS
+
+    settings = {trial: (*TASKS[trial.task].settings, *methods()[trial.method]) for trial in trials}
+    rows = read_rows(folder)
+    todo = left_to_do(trials, rows, settings)
+    say(_plan_text(todo, rows))
+    if num_jobs == 0:
+        return
+    for task in dict.fromkeys(trial.task for trial in todo):
+        TASKS[task].make()
+    for trial in todo:
+        make_config(base, trial, settings[trial], TASKS[trial.task].model_path)
+    run_trials(base, todo, settings, file, stop, num_jobs=num_jobs, say=say)
+
+
+def run_probes(
+    base: Path,
+    folder: Path,
+    tasks: Sequence[str],
+    chosen: Sequence[str],
+    lags: Sequence[int],
+    *,
+    num_seeds: int,
+    say: Callable[[str], None],
+) -> None:
+    """Measure the gradients of those of the methods that have no row yet, one staleness after another."""
+    from offbeat.deploy.experiments.study_tasks import TASKS
+
+    file = folder / PROBE_FILE
+    done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
+    for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
+        fitting = [method for method in chosen if TASKS[task].recipe.architecture == "qwen3_moe" or method not in OF_MIXTURES]
+        left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
+        if not left:
+            continue
+        TASKS[task].make()
+        for row in probe_lag(base, task, lag, seed, left):
+            append_row(file, row)
+        say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
+
+
+def _plan_text(todo: Sequence[StudyTrial], rows: Sequence[StudyRow]) -> str:
+    """Return the number of runs left, and the CPU hours that those of the same task and lag have taken."""
+    hours = 0.0
+    unknown = 0
+    for trial in todo:
+        of_task = [row for row in rows if row.task == trial.task]
+        nearest = min((abs(row.lag - trial.lag) for row in of_task), default=0)
+        alike = [row.cpu_s for row in of_task if abs(row.lag - trial.lag) == nearest]
+        hours += statistics.fmean(alike) / 3600 if alike else 0.0
+        unknown += not alike
+    text = f"{len(todo)} runs are to be done"
+    if unknown < len(todo):
+        text += f"; about {hours:.1f} CPU hours by the rows there"
+    return text + (f", without {unknown} runs of tasks that have none" if 0 < unknown < len(todo) else "")
+
+
+def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_path: str) -> Config:
+    """Return the settings of a trial's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
+    # The methods of the first rows have one band for all completions of a run; one that has another names it.
+    config = load(base, ["loss.clip_by=run", *settings, f"run.seed={trial.seed}"])
+    config = replace(config, model=replace(config.model, path=model_path))
+    check(config)
+    return config
+
+
+def run_trial(base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+    """Run a trial in this process, on one thread."""
+    import torch
+
+    from offbeat.deploy.experiments.study_tasks import TASKS
+    from offbeat.lab.study.exact_run import run_exactly
+
+    torch.set_num_threads(1)
+    started = time.process_time()
+    config = make_config(base, trial, settings, TASKS[trial.task].model_path)
+    prompts, held_out = _prompts(trial.task)
+    result = run_exactly(config, prompts, held_out, lag=trial.lag, noise=trial.noise)
+    return StudyRow(
+        *trial,
+        settings=settings,
+        outcome=result.outcome,
+        num_steps=result.num_steps,
+        final_reward=round(result.final_reward, 4),
+        cpu_s=round(time.process_time() - started, 1),
+        points=result.points,
+    )
+
+
+def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[ProbeRow]:
+    """Measure the gradients of every method at one staleness in this process, on one thread; see `lab.study.probe`."""
+    import torch
+
+    from offbeat.deploy.experiments.study_tasks import TASKS
+    from offbeat.lab.study.probe import probe
+
+    torch.set_num_threads(1)
+    configs = {
+        method: make_config(
+            base, StudyTrial(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
+        )
+        for method, settings in {BASELINE: methods()[BASELINE], **chosen}.items()
+    }
+    prompts, _ = _prompts(task)
+    return probe(task, configs[BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
+
+
+def run_trials(
+    base: Path,
+    todo: Sequence[StudyTrial],
+    settings: Mapping[StudyTrial, tuple[str, ...]],
+    file: Path,
+    stop: StopRequest,
+    *,
+    num_jobs: int,
+    say: Callable[[str], None],
+) -> None:
+    """Run trials, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
+
+    Waits for: the ends of runs. When asked to stop it finishes those under way.
+
+    Raises the error of a run that failed, and `SettingError` when another process writes to the file.
+    """
+    with alone_in(file.parent, name=f".{file.name}.lock"), _processes(num_jobs) as processes:
+        jobs = run_jobs(
+            todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
+        )
+        for done in jobs:
+            row = done.result
+            append_row(file, row)
+            say(
+                f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
+                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
+            )
+
+
+@contextlib.contextmanager
+def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+    # Spawned: a forked process would have torch's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        num_jobs, context, initializer=_begin_process, initargs=(os.getpid(),), max_tasks_per_child=RUNS_PER_PROCESS
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_process(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    # Ctrl-C is for the parent, which lets the runs under way end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Libraries print a page when the interpreter frees them.
+    atexit.register(os._exit, 0)
+    prepare_environment()
+    logging.basicConfig(level=logging.WARNING)
+
+
+@cache
+def _prompts(task: str):
+    from offbeat.deploy.experiments.study_tasks import TASKS
+
+    return TASKS[task].prompts()

@@ -1,0 +1,198 @@
+"""The runs of a sweep, which differ in a few settings and in their seeds, each in a folder of its own below the sweep's.
+
+    FOLDER/plan.json
+    FOLDER/max_staleness=4/seed=1/run.toml, train.log, and what the run writes
+
+Values and seeds may be added to a sweep; existing runs are never changed.
+"""
+
+import itertools
+import logging
+import shlex
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from offbeat.common.errors import SettingError
+from offbeat.common.processes import files
+from offbeat.common.records.run_folder import decide_resume
+from offbeat.common.setting_text import write_private
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.deploy.clusters.services import NOTICE_S
+from offbeat.deploy.experiments.jobs import alone_in
+from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
+from offbeat.protocols.addresses import address_file, is_loopback
+
+logger = logging.getLogger(__name__)
+
+PREPARE_S = 300.0
+"""Longest wait for other shards, which write the same plan."""
+_MAX_DIFFERENCES = 5
+"""Number of differences between two sweeps that an error shows."""
+
+
+class SweepTrial(NamedTuple):
+    """One run of a sweep, with its folder and its settings."""
+
+    name: str
+    folder: Path
+    config: Config
+
+    @property
+    def has_ended(self) -> bool:
+        """The run is finished, or was stopped as hopeless: there is nothing left to do."""
+        return has_ended(self.folder, read_run(self.folder))
+
+
+def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[SweepTrial]:
+    """Return the runs of a plan with their settings checked; raise `SettingError` that names the run with an invalid one."""
+    trials: list[SweepTrial] = []
+    warnings: dict[str, None] = {}
+    for planned in plan.trials:
+        swept = [f"{setting}={value}" for setting, value in zip(plan.settings, planned.values, strict=True)]
+        try:
+            config = load(config_file, [*overrides, *swept])
+            config = _as_trial(config, planned.seed, folder / planned.name)
+            warnings |= dict.fromkeys(check(config))
+        except SettingError as error:
+            raise _of_trial(planned.name, error) from error
+        trials.append(SweepTrial(planned.name, folder / planned.name, config))
+    for warning in warnings:
+        logger.warning(warning)
+    return trials
+
+
+def check_trials(trials: Sequence[SweepTrial], check_one: Callable[[Config], object]) -> None:
+    """Apply a check to one seed of each value; a `SettingError` that it raises then names the run.
+
+    Other seeds share all that is checked, and each run looks again when it starts.
+    """
+    # Only the folder's name tells the values: `max_staleness=4/seed=1`.
+    one_of_each = {trial.folder.parent: trial for trial in reversed(trials)}
+    for trial in reversed(one_of_each.values()):
+        # Files that a run has already written are no error: a sweep continues it.
+        config = decide_resume(replace(trial.config, run=replace(trial.config.run, resume="auto")))
+        try:
+            check_one(config)
+        except SettingError as error:
+            raise _of_trial(trial.name, error) from error
+
+
+def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
+    """Write the plan and the runs' settings into the sweep's folder.
+
+    Waits for: other shards that do the same. Raises `SettingError` when the folder holds another sweep: one with runs that this
+    plan lacks or has with other settings.
+    """
+    with alone_in(folder, wait_s=PREPARE_S):
+        if (folder / PLAN_FILE).exists():
+            _check_same(read_plan(folder), plan, trials, folder)
+        for trial in trials:
+            _write_config(trial)
+        # Written last: every run that a plan file names has its settings.
+        files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+
+
+def _as_trial(config: Config, seed: int, folder: Path) -> Config:
+    address = config.hub.address
+    if is_loopback(address):
+        # A free port for each run: jobs of a cluster may share a machine.
+        address = f"{address.rpartition(':')[0]}:0"
+    elif (file := address_file(address)) is not None:
+        address = f"file:{folder / file.name}"
+    mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{folder.name}"
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder), seed=seed, resume=False, mirror=mirror),
+        hub=replace(config.hub, address=address),
+    )
+
+
+def _of_trial(name: str, error: SettingError) -> SettingError:
+    return SettingError("run of the sweep", name, str(error).removesuffix("."), "Nothing was started.")
+
+
+def _check_same(old: Plan, new: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
+    missing = {trial.name for trial in old.trials} - {trial.name for trial in new.trials}
+    differences: dict[str, None] = {}
+    if missing:
+        differences = dict.fromkeys(_plan_differences(old, new))
+    for trial in trials:
+        file = trial.folder / CONFIG_FILE
+        if trial.name in {planned.name for planned in old.trials} and file.exists():
+            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), trial.config))
+            differences |= dict.fromkeys(_config_differences(there, here))
+    if differences:
+        shown = [*differences][:_MAX_DIFFERENCES]
+        more = f"; and {len(differences) - len(shown)} more" if len(differences) > len(shown) else ""
+        raise SettingError(
+            "--out",
+            str(folder),
+            f"it holds another sweep: {'; '.join(shown)}{more}",
+            "Give the same settings (values and seeds may be added), or another folder.",
+        )
+
+
+def _plan_differences(old: Plan, new: Plan) -> Iterator[str]:
+    for setting in {**old.settings, **new.settings}:
+        there, here = (plan.settings.get(setting) for plan in (old, new))
+        if there is None or here is None or not set(there) <= set(here):
+            yield f"{setting} is {_listed(there)} there and {_listed(here)} here"
+    if not set(old.seeds) <= set(new.seeds):
+        yield f"run.seed is {_listed(map(str, old.seeds))} there and {_listed(map(str, new.seeds))} here"
+    if list(old.settings) != list(new.settings):
+        yield f"the settings are varied in the order {_listed(old.settings)} there and {_listed(new.settings)} here"
+
+
+def _listed(values: Iterable[str] | None) -> str:
+    return "not varied" if values is None else ", ".join(values)
+
+
+def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping]) -> Iterator[str]:
+    for section in {**there, **here}:
+        old, new = there.get(section, {}), here.get(section, {})
+        for key in {**old, **new}:
+            # The same folder may be written in another way.
+            if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
+                yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
+
+
+def _write_config(trial: SweepTrial) -> None:
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    # Replaced whole: the run of another shard may be reading it.
+    partial = trial.folder / f"{CONFIG_FILE}.partial"
+    write_private(partial, resolved_toml(trial.config, with_secrets=True))
+    partial.rename(trial.folder / CONFIG_FILE)
+
+
+def render_job_array(trials: Sequence[SweepTrial], folder: Path, command: Sequence[str]) -> str:
+    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `trials`."""
+    left = [index for index, trial in enumerate(trials) if not trial.has_ended]
+    return f"""\
+#!/bin/bash
+# Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.
+#SBATCH --job-name=offbeat-sweep
+#SBATCH --array={_ranges(left)}
+#SBATCH --output={shlex.quote(str(folder))}/slurm-%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@{NOTICE_S}
+# Add what your cluster needs: --partition, --time, --gres, --cpus-per-task, --mem.
+# exec: signals of Slurm reach the sweep, not a shell that waits for it.
+exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{len(trials)}"
+"""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return rising numbers as Slurm writes them: `0-3,7`."""
+    parts: list[str] = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        own = [number for _, number in run]
+        parts.append(f"{own[0]}-{own[-1]}" if len(own) > 1 else f"{own[0]}")
+    return ",".join(parts)

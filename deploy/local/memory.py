@@ -1,0 +1,451 @@
+"""Memory that a run's processes take on a GPU, computed from the settings and from the model's sizes in its config.json.
+
+Weights, optimizer, gradients and buffers are arithmetic, which tests hold to what DeepSpeed allocates on two ranks. Activations
+follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
+and the kernels take is an estimate. No run on a GPU has checked these sums yet.
+
+A device plan whose sums exceed a GPU is refused, with the arithmetic and the settings that would make them fit. So is a run
+without GPUs that exceeds the machine's memory; its sums were compared with real processes (docs/benchmarks.md).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import json
+from msgspec.structs import replace
+
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import find_config
+from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.deploy.local.devices import Gpu
+
+
+class ModelSizes(NamedTuple):
+    """The numbers of a model that its memory depends on."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    query_size: int
+    """Numbers of a token's queries in one layer."""
+    key_value_size: int
+    """Numbers of a token's keys in one layer; its values have as many."""
+    mlp_size: int
+    """Inner numbers of a token in one layer's MLP; for a mixture of experts, those of the experts that a token is sent to."""
+    vocab_size: int
+
+
+def model_sizes(path: str, *, asks_hub: bool = True) -> ModelSizes | None:
+    """Return the sizes of the model that `model.path` names; None if its config is unavailable or has other fields."""
+    content = find_config(path, asks_hub=asks_hub)
+    if content is None:
+        return None
+    try:
+        return sizes_of(json.decode(content, type=dict[str, Any]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # A damaged config is refused by the check of the model's folder.
+        return None
+
+
+def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes of a model of Llama's structure, from config.json; raise `KeyError` where a field is missing."""
+    fields = fields.get("text_config") or fields
+    hidden, layers, vocab = fields["hidden_size"], fields["num_hidden_layers"], fields["vocab_size"]
+    heads = fields["num_attention_heads"]
+    head_size = fields.get("head_dim") or hidden // heads
+    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
+    num_experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts") or 0
+    inner = fields.get("moe_intermediate_size") or fields["intermediate_size"] if num_experts else fields["intermediate_size"]
+    mlp = 3 * hidden * inner * (num_experts or 1) + hidden * num_experts
+    # Qwen3 normalizes queries and keys too.
+    norms = 2 * hidden + (2 * head_size if str(fields.get("model_type", "")).startswith("qwen3") else 0)
+    layer = hidden * (2 * query + 2 * key_value) + mlp + norms
+    # Where the field is missing the head is counted: rather too much memory than too little.
+    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
+    return ModelSizes(
+        num_parameters=num_embeddings * vocab * hidden + layers * layer + hidden,
+        num_layers=layers,
+        hidden_size=hidden,
+        query_size=query,
+        key_value_size=key_value,
+        mlp_size=inner * (fields.get("num_experts_per_tok") or 1 if num_experts else 1),
+        vocab_size=vocab,
+    )
+
+
+GIB = float(1 << 30)
+LEARNER_LIBRARIES = 1.0 * GIB
+"""Memory of a learner process on a CPU before it loads a model."""
+ENGINE_LIBRARIES = 1.2 * GIB
+"""Memory of an actor on a CPU before it loads a model."""
+CPU_KV_CACHE = 0.25 * GIB
+"""Least KV cache of vLLM on a CPU; the transformers engine allocates as it goes."""
+CONTEXT_BYTES = 1.0 * GIB
+"""CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
+ENGINE_BYTES = 1.5 * GIB
+"""Memory of an engine for its context, CUDA graphs and activations: all but weights, logits and KV cache."""
+ENGINE_LOGITS = 1024
+"""Rows of logits, in float32 and twice, that an engine holds at once."""
+HEAD_BYTES = 0.25 * GIB
+"""Chunks of logits that the learner computes at once, and what is computed from them."""
+REDUCE_BUCKET = 500_000_000
+"""Numbers in DeepSpeed's buffer of gradients, whatever the model's size."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 holds whole at once at most, and numbers in one step of its optimizer."""
+FULL_LENGTH = 2
+"""Completions of full length that a KV cache has room for at least."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class MemoryPart(NamedTuple):
+    """A named part of a sum."""
+
+    name: str
+    num_bytes: float
+    is_estimate: bool = False
+
+
+class Need(NamedTuple):
+    """The memory of one process on each of its GPUs."""
+
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def certain_bytes(self) -> float:
+        """The sum without the estimated parts."""
+        return sum(part.num_bytes for part in self.parts if not part.is_estimate)
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{part.name} {gib(part.num_bytes)}" for part in self.parts if part.num_bytes >= 0.005 * GIB)
+        return f"{parts} = {gib(self.num_bytes)} GiB"
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size in GiB with the digits that matter."""
+    return f"{num_bytes / GIB:.2g}" if num_bytes < GIB else f"{num_bytes / GIB:.1f}"
+
+
+def learner_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the peak memory of one learner process."""
+    train, dtype_bytes = config.train, _BYTES[config.model.dtype]
+    is_bfloat16 = config.model.dtype == "bfloat16"
+    # Stage 0 becomes stage 1 in bfloat16.
+    stage = max(1, train.zero_stage) if is_bfloat16 else train.zero_stage
+    ranks = config.launch.learner_processes
+    num_trained = _adapter_parameters(config, sizes) if config.lora.rank else sizes.num_parameters
+    kept, owned = sizes.num_parameters / (ranks if stage == 3 else 1), num_trained / (ranks if stage else 1)
+    weights = kept * dtype_bytes
+    if stage == 3:
+        weights += min(sizes.num_parameters, LIVE_PARAMETERS) * dtype_bytes
+    if config.kl.loss_coef or config.kl.reward_coef:
+        # The reference is whole on every rank.
+        weights += sizes.num_parameters * dtype_bytes
+    # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
+    optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
+    gradients = _gradient_bytes(config, stage, num_trained, owned)
+    if config.advantage.baseline == "critic" and config.critic.trunk == "own":
+        # A second model under a second engine, all of it trained.
+        whole = sizes.num_parameters / (ranks if stage else 1)
+        weights += kept * dtype_bytes
+        optimizer += 0.0 if _is_offloaded(config) else whole * (12 if stage else 8)
+        gradients += _gradient_bytes(config, stage, sizes.num_parameters, whole)
+    # The flat gradient; fused AdamW has no temporaries.
+    step = 4 * min(owned, LIVE_PARAMETERS) if stage >= 2 else 0
+    activations = _activation_bytes(config, sizes)
+    return Need(
+        (
+            MemoryPart("weights", weights),
+            MemoryPart("optimizer", optimizer),
+            MemoryPart("gradients", gradients),
+            # The two peaks come one after the other.
+            MemoryPart("optimizer step", step, True) if step > activations else MemoryPart("activations", activations, True),
+            MemoryPart("CUDA", CONTEXT_BYTES, True),
+        )
+    )
+
+
+def _gradient_bytes(config: Config, stage: int, num_trained: float, owned: float) -> float:
+    """Return the gradients at the end of a backward pass, and the buffer in which ranks add them up."""
+    if stage >= 2:
+        return 4 * (owned + _reduce_bucket(config))
+    if stage == 1 and config.model.dtype == "bfloat16":
+        # The sums, and those of the last micro-batch.
+        return (4 + 2) * num_trained
+    if stage == 1:
+        # All of them, and this rank's part of the averages.
+        return 4 * (num_trained + owned)
+    return 4 * (num_trained + (min(num_trained, REDUCE_BUCKET) if config.launch.learner_processes > 1 else 0))
+
+
+def engine_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the least memory of one actor on each of its GPUs, with a KV cache for `FULL_LENGTH` completions."""
+    parallel = tensor_parallel_size(config)
+    return Need(
+        (
+            MemoryPart("weights", _engine_weights(config, sizes) / parallel),
+            MemoryPart("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
+            MemoryPart("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
+        )
+    )
+
+
+def cpu_learner_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the peak memory of one learner process without a GPU."""
+    # An optimizer in host memory is one in this memory.
+    on_cpu = replace(config, train=replace(config.train, deepspeed={}))
+    parts = (part for part in learner_need(on_cpu, sizes).parts if part.name != "CUDA")
+    sent = MemoryPart("weights to send", sizes.num_parameters * _BYTES[config.model.dtype])
+    return Need((*parts, sent, MemoryPart("libraries", LEARNER_LIBRARIES, True)))
+
+
+def cpu_actor_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the memory of one actor without a GPU. New weights arrive beside those that sample."""
+    weights = _engine_weights(config, sizes)
+    return Need(
+        (
+            MemoryPart("weights", weights),
+            MemoryPart("new weights", weights),
+            MemoryPart("KV cache", max(CPU_KV_CACHE, FULL_LENGTH * completion_bytes(config, sizes))),
+            MemoryPart("libraries", ENGINE_LIBRARIES, True),
+        )
+    )
+
+
+def completion_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the KV cache of one completion of full length on each GPU of an actor."""
+    is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
+    per_token = 2 * sizes.num_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
+    return config.model.max_length * per_token / tensor_parallel_size(config)
+
+
+def _engine_weights(config: Config, sizes: ModelSizes) -> float:
+    """Return the bytes of an engine's weights; quantization leaves out embeddings and head."""
+    dtype_bytes = _BYTES[config.model.dtype]
+    is_fp8 = str(config.actor.engine_options.get("quantization", "")).startswith("fp8")
+    if not is_fp8:
+        return sizes.num_parameters * dtype_bytes
+    # Two, as of a model whose head is not tied: rather too much memory than too little.
+    embeddings = 2 * sizes.vocab_size * sizes.hidden_size
+    return embeddings * dtype_bytes + max(0, sizes.num_parameters - embeddings)
+
+
+def tensor_parallel_size(config: Config) -> int:
+    """Return the number of GPUs of one actor; 1 where the option is no such number, which another check refuses."""
+    size = config.actor.engine_options.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one micro-batch keeps for its backward pass, and its head."""
+    tokens = _pass_tokens(config)
+    scale = _BYTES[config.model.dtype] / 2
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    # Norms of hidden states (float32 copies), queries, keys, values and their norms and rotation, attention, gated MLP.
+    layer = 16 * hidden + 10 * sizes.query_size + 10 * sizes.key_value_size + 8 * sizes.mlp_size
+    # With checkpoints one layer is computed again, and its backward pass holds as much once more.
+    kept: float = layer * (layers + 1)
+    if config.train.activation_checkpointing:
+        kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
+    # The head's gradient, and under ZeRO-3 the whole head.
+    head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
+    critic = 4 * tokens * hidden if config.advantage.baseline == "critic" else 0
+    return tokens * kept * scale + head + critic
+
+
+def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch.
+
+    torch makes pinned blocks, one for each layer's inputs, as large as a power of two.
+    """
+    if config.train.activation_checkpointing != "offload":
+        return 0.0
+    layer = math.ceil(_pass_tokens(config) * sizes.hidden_size * _BYTES[config.model.dtype])
+    return sizes.num_layers * float(1 << (layer - 1).bit_length())
+
+
+def _pass_tokens(config: Config) -> float:
+    """Return a learner process's tokens of one micro-batch."""
+    return max_episode_tokens(config) / config.train.sequence_parallel_size
+
+
+def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:
+    """Return the parameters of an adapter of all linear layers."""
+    hidden, inner = sizes.hidden_size, sizes.mlp_size
+    attention = 4 * hidden + 2 * sizes.query_size + 2 * sizes.key_value_size
+    return config.lora.rank * sizes.num_layers * (attention + 3 * (hidden + inner))
+
+
+def _zero_options(config: Config) -> dict[str, Any]:
+    options = config.train.deepspeed.get("zero_optimization", {})
+    return options if isinstance(options, dict) else {}
+
+
+def _is_offloaded(config: Config) -> bool:
+    options = _zero_options(config).get("offload_optimizer")
+    return isinstance(options, dict) and options.get("device") == "cpu"
+
+
+def _reduce_bucket(config: Config) -> float:
+    size = _zero_options(config).get("reduce_bucket_size", REDUCE_BUCKET)
+    return float(size) if isinstance(size, int | float) else REDUCE_BUCKET
+
+
+# Refusals
+
+Change = Callable[[Config], tuple[Config, str]]
+"""Returns changed settings that save memory, and the change in words."""
+_OFFLOAD = 'train.deepspeed={zero_optimization={offload_optimizer={device="cpu"}}}'
+
+
+class Room(NamedTuple):
+    """The memory that an actor has on one of its GPUs."""
+
+    gpu_index: int
+    gpu: Gpu
+    num_bytes: float
+    num_actors: int
+    """Actors on the GPU."""
+    learner_bytes: float
+    """The learner's part of it."""
+
+
+def check_learner(config: Config, need: Need, gpu: Gpu, sizes: ModelSizes) -> list[str]:
+    """Raise `SettingError` where a learner process needs more than this GPU has free.
+
+    Where `launch.learner_gpus` names the GPU, and only the estimated parts of the sum exceed it, return a warning instead.
+    """
+    if need.num_bytes <= gpu.free_bytes:
+        return []
+    problem = f"a learner process needs {need}, and the GPU has {gib(gpu.free_bytes)} GiB free"
+    if config.launch.learner_gpus and need.certain_bytes <= gpu.free_bytes:
+        return [f"launch.learner_gpus: {problem}; the sum is partly an estimate, so the run starts all the same."]
+    cure = learner_cure(config, sizes, gpu.free_bytes)
+    if need.certain_bytes <= gpu.free_bytes:
+        cure += " To start all the same, name the GPUs in launch.learner_gpus."
+    raise SettingError("model.path", config.model.path, problem, cure)
+
+
+def check_actor_share(config: Config, need: Need, room: Room, learner: Need, sizes: ModelSizes) -> list[str]:
+    """Raise `SettingError` where an actor's share does not hold its model, or the shares of a GPU exceed it.
+
+    Return a warning instead where a share that the user has set exceeds it by estimated parts of the sum alone.
+    """
+    if "gpu_memory_utilization" in config.actor.engine_options:
+        return _check_given_share(config, need, room, learner)
+    if room.num_bytes >= need.num_bytes:
+        return []
+    others = f", less the learner's {gib(room.learner_bytes)}" if room.learner_bytes else ""
+    problem = (
+        f"{room.num_actors} on GPU {room.gpu_index} get {gib(max(room.num_bytes, 0.0))} GiB each "
+        f"({gib(room.gpu.free_bytes)} GiB free{others} and a reserve), and each needs {need}"
+    )
+    raise SettingError("launch.num_actors", config.launch.num_actors, problem, _sharing_cure(config, room, sizes))
+
+
+def _check_given_share(config: Config, need: Need, room: Room, learner: Need) -> list[str]:
+    share = config.actor.engine_options["gpu_memory_utilization"]
+    setting = "actor.engine_options.gpu_memory_utilization"
+    parts = [f"the learner's {gib(room.learner_bytes)}"] * bool(room.learner_bytes)
+    parts.append(f"{room.num_actors} x {gib(room.num_bytes)} for actors")
+    total = room.learner_bytes + room.num_actors * room.num_bytes
+    certain = total - (learner.num_bytes - learner.certain_bytes if room.learner_bytes else 0.0)
+    problem = f"on GPU {room.gpu_index} {' + '.join(parts)} = {gib(total)} GiB, and {gib(room.gpu.free_bytes)} GiB are free"
+    if certain > room.gpu.free_bytes:
+        raise SettingError(setting, share, problem, "Lower it, or remove it: the plan then divides what there is.")
+    if room.num_bytes < need.certain_bytes:
+        problem = f"it is {gib(room.num_bytes)} GiB of GPU {room.gpu_index}, and an actor needs {need}"
+        raise SettingError(setting, share, problem, "Raise it, or give actors their own GPUs.")
+    return [f"{setting}: {problem}; the sum is partly an estimate, so the run starts all the same."] * (
+        total > room.gpu.free_bytes
+    )
+
+
+def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free_bytes: float) -> list[str]:
+    """Return the sums of a run on this machine's CPUs in words; raise `SettingError` where they exceed its memory.
+
+    Only the parts that are not estimated lead to the error.
+    """
+    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), config.launch.num_actors
+    total = _cpu_bytes(config, sizes)
+    certain = config.launch.learner_processes * learner.certain_bytes + num_actors * actor.certain_bytes
+    each = f"{config.launch.learner_processes} x learner: {learner}; {num_actors} x actor: {actor}"
+    words = f"without a GPU the run takes up to {gib(total)} GiB, and {gib(free_bytes)} of {gib(total_bytes)} GiB are free"
+    if certain > total_bytes:
+        cure = _cure(config, [_one_actor, _checkpointed, _small_batches], lambda one: _cpu_bytes(one, sizes) <= total_bytes)
+        raise SettingError("model.path", config.model.path, f"{words} ({each})", cure)
+    return [f"{words} ({each})"]
+
+
+def _cpu_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the memory of all processes of a run without GPUs."""
+    learners = config.launch.learner_processes * cpu_learner_need(config, sizes).num_bytes
+    return learners + config.launch.num_actors * cpu_actor_need(config, sizes).num_bytes
+
+
+def learner_cure(config: Config, sizes: ModelSizes, free_bytes: float) -> str:
+    """Return settings that make the learner fit into so much memory, as few as do it."""
+    changes = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded]
+    return _cure(config, changes, lambda changed: learner_need(changed, sizes).num_bytes <= free_bytes)
+
+
+def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
+    """Return settings with which all who are on an actor's GPU fit on it together."""
+
+    def fits(changed: Config) -> bool:
+        learner = learner_need(changed, sizes).num_bytes if room.learner_bytes else 0.0
+        num_actors = min(room.num_actors, changed.launch.num_actors)
+        needed = learner + engine_need(changed, sizes).num_bytes * num_actors
+        # One part in a hundred more than the plan's reserve, because shares are rounded down.
+        return needed <= room.gpu.free_bytes - 0.06 * room.gpu.total_bytes
+
+    of_learner = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded] if room.learner_bytes else []
+    return _cure(config, [_one_actor, *of_learner], fits)
+
+
+def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bool]) -> str:
+    """Return the first change that is enough, else the first few that are together."""
+    for change in changes:
+        if fits(change(config)[0]):
+            return f"Set {change(config)[1]}."
+    together, said = config, []
+    for change in changes:
+        changed, text = change(together)
+        if changed != together:
+            together, said = changed, [*said, text]
+        if fits(together):
+            return f"Set {', '.join(said)}."
+    if config.train.zero_stage < 3:
+        return "Train on more GPUs (launch.learner_processes, train.zero_stage=3), an adapter (lora.rank), or a smaller model."
+    return "Train on more or larger GPUs, an adapter (lora.rank), or a smaller model."
+
+
+def _checkpointed(config: Config) -> tuple[Config, str]:
+    checkpointing = config.train.activation_checkpointing or True
+    changed = replace(config, train=replace(config.train, activation_checkpointing=checkpointing))
+    return changed, "train.activation_checkpointing=true"
+
+
+def _inputs_offloaded(config: Config) -> tuple[Config, str]:
+    changed = replace(config, train=replace(config.train, activation_checkpointing="offload"))
+    return changed, 'train.activation_checkpointing="offload"'
+
+
+def _one_actor(config: Config) -> tuple[Config, str]:
+    return replace(config, launch=replace(config.launch, num_actors=1)), "launch.num_actors=1"
+
+
+def _small_batches(config: Config) -> tuple[Config, str]:
+    tokens = min(config.train.micro_batch_tokens, config.model.max_length)
+    changed = replace(config, train=replace(config.train, micro_batch_tokens=tokens))
+    return changed, f"train.micro_batch_tokens={tokens}"
+
+
+def _offloaded(config: Config) -> tuple[Config, str]:
+    zero = {**config.train.deepspeed.get("zero_optimization", {}), "offload_optimizer": {"device": "cpu"}}
+    train = replace(config.train, deepspeed={**config.train.deepspeed, "zero_optimization": zero})
+    return replace(config, train=train), _OFFLOAD

@@ -1,1 +1,0 @@
-"""The runs of a sweep: their folders and settings, and the processes that make them."""

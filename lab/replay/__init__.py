@@ -1,1 +1,0 @@
-"""Replay a recorded run under other settings."""

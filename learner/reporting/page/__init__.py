@@ -1,1 +1,0 @@
-"""The live page of a run, and its numbers for Prometheus."""

@@ -1,0 +1,130 @@
+"""Claims about `deploy.study.running` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.deploy.cli.arguments import QUICKSTART
+from offbeat.deploy.cli.main import make_app
+from offbeat.deploy.experiments import study_runs
+from offbeat.deploy.experiments.study_runs import make_config, run_trials
+from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
+from offbeat.lab.study.trials import OF_MIXTURES, Point, StudyRow, StudyTrial, make_trials, methods, read_rows
+
+
+def row_of(trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+    return StudyRow(*trial, settings, "finished", 150, 0.5, 36.0, (Point(0, 0.1), Point(150, 0.5)))
+
+
+class FakeRuns:
+    """Runs that end at once, in threads of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trials: list[StudyTrial] = []
+        self.fails_at: int | None = None
+        monkeypatch.setattr(study_runs, "run_trial", self.run_trial)
+        monkeypatch.setattr(study_runs, "_processes", self.processes)
+
+    def run_trial(self, base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+        self.trials.append(trial)
+        if len(self.trials) == self.fails_at:
+            raise RuntimeError("a run failed")
+        return row_of(trial, settings)
+
+    @contextmanager
+    def processes(self, num_jobs: int) -> Iterator[Executor]:
+        with ThreadPoolExecutor(num_jobs) as pool:
+            yield pool
+
+
+@pytest.fixture
+def fake_runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
+    monkeypatch.setattr(type(TASKS["reversal"]), "make", lambda task: None)
+    return FakeRuns(monkeypatch)
+
+
+def study(*arguments: str) -> str:
+    result = CliRunner().invoke(make_app(), ["study", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+CHOSEN = ("--tasks", "reversal", "--methods", "gspo,grpo", "--lags", "0,4", "--seeds", "2")
+
+
+def test_a_study_is_continued_by_the_same_command(fake_runs: FakeRuns, tmp_path: Path) -> None:
+    fake_runs.fails_at = 4
+    with pytest.raises(RuntimeError, match="a run failed"):
+        study(str(tmp_path), *CHOSEN)
+    assert len(read_rows(tmp_path)) == 3
+    fake_runs.fails_at = None
+    assert "5 runs are to be done; about 0.1 CPU hours" in study(str(tmp_path), *CHOSEN)
+    assert len(read_rows(tmp_path)) == 8
+    assert len(fake_runs.trials) == 9
+    assert "0 runs are to be done" in study(str(tmp_path), *CHOSEN)
+    assert len(fake_runs.trials) == 9
+
+
+def test_shards_do_every_run_once_in_files_of_their_own(fake_runs: FakeRuns, tmp_path: Path) -> None:
+    for shard in ("0/3", "1/3", "2/3"):
+        study(str(tmp_path), *CHOSEN, "--shard", shard)
+    assert sorted(fake_runs.trials) == sorted(make_trials(["reversal"], ["gspo", "grpo"], [0, 4], [0.0], 2))
+    assert sorted(file.name for file in tmp_path.glob("*.jsonl")) == [f"rows-{index}-of-3.jsonl" for index in range(3)]
+
+
+def test_a_plan_runs_nothing(fake_runs: FakeRuns, tmp_path: Path) -> None:
+    # Every method, five lags, five seeds, three tasks; those of mixtures on the one task that has one.
+    expected = 5 * 5 * (len(methods()) * len(MAIN_TASKS) - len(OF_MIXTURES) * (len(MAIN_TASKS) - 1))
+    assert f"{expected} runs are to be done\n" in study(str(tmp_path), "--plan")
+    assert fake_runs.trials == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_lets_the_runs_under_way_end(fake_runs: FakeRuns, tmp_path: Path) -> None:
+    trials = make_trials(["reversal"], ["gspo"], [0, 1, 4], [0.0], 2)
+    stop = StopRequest()
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        stop.ask("a test")
+
+    run_trials(QUICKSTART, trials, dict.fromkeys(trials, ()), tmp_path / "rows.jsonl", stop, num_jobs=2, say=say)
+    assert 1 <= len(said) <= 2
+    assert len(read_rows(tmp_path)) == len(said) == len(fake_runs.trials)
+    assert re.match(r"1/6 reversal: gspo, lag \d, seed 0: finished after 150 steps, reward 0.500, 36 s; about", said[0])
+
+
+def test_settings_of_every_trial_are_valid_and_those_of_its_method() -> None:
+    for name, task in TASKS.items():
+        for method, settings in methods().items():
+            config = make_config(QUICKSTART, StudyTrial(name, method, 4, 0.0, 3), (*task.settings, *settings), "model")
+            assert f"loss.objective={config.loss.objective.partition('(')[0]}" in settings
+            assert (config.run.seed, config.model.path, config.train.steps_per_batch) == (3, "model", 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--tasks", "chess"),
+        ("--methods", "gspo,none"),
+        ("--lags", "0,-1"),
+        ("--lags", "x"),
+        ("--noise", "-1"),
+        ("--noise", "nan"),
+        ("--noise", "loud"),
+        ("--shard", "3/3"),
+        ("--shard", "3"),
+    ],
+)
+def test_wrong_arguments_are_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, str]) -> None:
+    with pytest.raises(SettingError, match=re.escape(arguments[0])):
+        study(str(tmp_path), *arguments)
+    assert fake_runs.trials == []
