@@ -1,4 +1,4 @@
-"""Claims about `deploy.sweep.running`: runs at a time share no core and no GPU."""
+"""Claims about `deploy.experiments.sweep_runs`: runs at a time share no core and no GPU."""
 
 import pytest
 from hypothesis import given

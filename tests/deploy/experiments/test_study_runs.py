@@ -1,4 +1,4 @@
-"""Claims about `deploy.study.running` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
+"""Claims about `deploy.experiments.study_runs` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
 
 import re
 from collections.abc import Iterator
