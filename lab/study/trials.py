@@ -32,6 +32,7 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
     ),
     "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
     "gspo + own length": ("loss.objective=gspo", "loss.clip_by=own_length"),
+    "fspo": ("loss.objective=gspo", "loss.function=examples.own_code.own_objective:fspo"),
     "gspo + paper's band": ("loss.objective=gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4"),
     "gspo + band 0.005": ("loss.objective=gspo", "loss.clip_low=0.005", "loss.clip_high=0.005"),
     "gspo + band 0.05": ("loss.objective=gspo", "loss.clip_low=0.05", "loss.clip_high=0.05"),

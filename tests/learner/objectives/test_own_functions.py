@@ -14,6 +14,7 @@ from offbeat.common.settings.config import Config, DataSection, ModelSection, Ro
 from offbeat.common.settings.learning_sections import AdvantageSection, LossSection
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.deploy.checks.user_functions import check_learner_functions, learner_functions
+from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, make_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
 from offbeat.learner.training.preparation import completion_advantages, make_advantage_rule
@@ -245,3 +246,25 @@ def test_own_advantages_beside_a_critic_are_refused() -> None:
     )
     with pytest.raises(SettingError, match=r"advantage\.function.*critic"):
         check_objective(complete(config))
+
+
+def test_fspo_of_the_example_is_the_clip_of_summed_log_ratios_with_the_root_of_the_length() -> None:
+    """Rows of 4 and 9 tokens, within and beyond `0.03 sqrt(n)`, 0.06 and 0.09; products weigh."""
+    lengths, sums = [4, 9, 4, 9, 4, 9], [0.05, -0.08, 0.07, -0.1, 0.07, -0.1]
+    signs = [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    steps = torch.tensor([total / length for total, length in zip(sums, lengths, strict=True)])[:, None]
+    policy = (-1.0 + steps).expand(6, 9).where(mask, -torch.inf).clone().requires_grad_()
+    loss = LossSection(objective="gspo", function="own_objective:fspo")
+    config = complete(Config(loss=loss))
+    inputs = PolicyLogprobs(policy, torch.full((6, 9), -1.0), None)
+    found = make_objective(config.loss).evaluate(inputs, mask, torch.tensor(signs)[:, None].expand(6, 9))
+    aggregate(found.losses, mask, torch.ones(6), mode="seq-mean-token-mean").backward()
+    kept = [True, True, False, False, True, True]
+    # The gradient of `e^S A` with respect to each token's log-prob is `e^S A`.
+    expected = [-math.exp(total) * sign * is_kept for total, sign, is_kept in zip(sums, signs, kept, strict=True)]
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad, torch.tensor(expected)[:, None].expand(6, 9).where(mask, 0.0))
+    # The decisions are those of a band of the mean, `c / sqrt(n)`; its weights are not.
+    mean = steps.abs().squeeze() > 0.03 / torch.tensor(lengths).sqrt()
+    assert mean.tolist() == [False, False, True, True, True, True]
