@@ -260,9 +260,7 @@ def study_command(
         run_probes(QUICKSTART, folder, of_tasks, of_methods, of_lags, num_seeds=seeds, say=typer.echo)
         return
     every = make_trials(of_tasks, of_methods, of_lags, _noises(noise), seeds)
-    trials = [
-        trial for trial in every if TASKS[trial.task].recipe.architecture == "qwen3_moe" or trial.method not in OF_MIXTURES
-    ]
+    trials = [trial for trial in every if TASKS[trial.task].is_mixture or trial.method not in OF_MIXTURES]
     part = read_shard(shard)
     file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
     stop = StopRequest().install()

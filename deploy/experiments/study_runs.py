@@ -84,7 +84,7 @@ def run_probes(
     file = folder / PROBE_FILE
     done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
     for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-        fitting = [method for method in chosen if TASKS[task].recipe.architecture == "qwen3_moe" or method not in OF_MIXTURES]
+        fitting = [method for method in chosen if TASKS[task].is_mixture or method not in OF_MIXTURES]
         left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
         if not left:
             continue
@@ -115,6 +115,9 @@ def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_pa
     # The methods of the first rows have one band for all completions of a run; one that has another names it.
     config = load(base, ["loss.clip_by=run", *settings, f"run.seed={trial.seed}"])
     config = replace(config, model=replace(config.model, path=model_path))
+    # Every method trains on as many completions per step, whatever the size of its groups.
+    times, size = load(base).rollout.group_size, config.rollout.group_size
+    config = replace(config, train=replace(config.train, groups_per_step=config.train.groups_per_step * times // size))
     check(config)
     return config
 

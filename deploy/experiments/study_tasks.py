@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import AutoTokenizer
 
-from offbeat.actor.rewards.functions import exact_match
+from offbeat.actor.rewards.functions import exact_match, math_answer
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
+from offbeat.deploy.local.quickstart.pretrained import SmolLM2
 from offbeat.deploy.local.quickstart.tiny_tasks import Reversal
 from offbeat.lab.study.exact_run import TaskPrompt
 
@@ -82,9 +83,17 @@ def _text(numbers: list[int]) -> str:
 class StudyTask(NamedTuple):
     """A task of the study."""
 
-    recipe: Recipe
+    recipe: Recipe | SmolLM2
     settings: tuple[str, ...]
     """Settings of its runs that differ from the quick start's."""
+    reward: Callable[..., float] = exact_match
+    is_chat: bool = False
+    """Prompts are messages of a user, in the chat template of the model."""
+
+    @property
+    def is_mixture(self) -> bool:
+        """The model is a mixture of experts."""
+        return isinstance(self.recipe, Recipe) and self.recipe.architecture == "qwen3_moe"
 
     @property
     def model_path(self) -> str:
@@ -103,12 +112,24 @@ class StudyTask(NamedTuple):
     def _read(self, file: Path) -> list[TaskPrompt]:
         tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        token_ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
+        texts = [row["prompt"] for row in rows]
+        if self.is_chat:
+            messages = [[{"role": "user", "content": text}] for text in texts]
+            texts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
-            TaskPrompt(np.array(ids, dtype=np.int32), partial(_reward, row)) for ids, row in zip(token_ids, rows, strict=True)
+            TaskPrompt(np.array(ids, dtype=np.int32), partial(_reward, self.reward, row))
+            for ids, row in zip(token_ids, rows, strict=True)
         ]
 
 
+_SUMS = (
+    "train.groups_per_step=6",
+    "train.micro_batch_tokens=2048",
+    "model.max_length=96",
+    "data.max_prompt_tokens=64",
+    "rollout.max_new_tokens=24",
+)
 _SHORT = ("train.groups_per_step=16", "train.num_steps=100")
 TASKS = {
     "reversal": StudyTask(Recipe(Reversal()), _SHORT),
@@ -124,6 +145,14 @@ TASKS = {
             f"rollout.max_new_tokens={LENGTH}",
         ),
     ),
+    # SmolLM2-135M-Instruct, all weights and an adapter; a critic is trained whole, and so more slowly than the adapter.
+    "sums": StudyTask(SmolLM2(), (*_SUMS, "train.num_steps=40", "train.learning_rate=1e-5"), math_answer, is_chat=True),
+    "sums_adapter": StudyTask(
+        SmolLM2(),
+        (*_SUMS, "train.num_steps=20", "train.learning_rate=2e-4", "lora.rank=16", "critic.learning_rate_factor=0.25"),
+        math_answer,
+        is_chat=True,
+    ),
     # As many completions as `reversal`, in steps of another size.
     **{
         f"reversal_batch{size}": StudyTask(
@@ -137,5 +166,5 @@ MAIN_TASKS = ("reversal", "reversal_moe", "progression")
 """Tasks of a study that names none."""
 
 
-def _reward(row: dict, completion: str) -> float:
-    return exact_match(row["prompt"], completion, row)
+def _reward(reward: Callable[..., float], row: dict, completion: str) -> float:
+    return reward(row["prompt"], completion, row)

@@ -110,6 +110,17 @@ def test_settings_of_every_trial_are_valid_and_those_of_its_method() -> None:
             assert (config.run.seed, config.model.path, config.train.steps_per_batch) == (3, "model", 1)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_methods_train_on_as_many_completions_per_step_whatever_their_groups(name: str) -> None:
+    sizes = set()
+    for method in ("gspo", "sao + own critic"):
+        settings = (*TASKS[name].settings, *methods()[method])
+        config = make_config(QUICKSTART, StudyTrial(name, method, 4, 0.0, 3), settings, "model")
+        sizes.add(config.train.groups_per_step * config.rollout.group_size)
+        assert (config.rollout.group_size == 1) == (method == "sao + own critic")
+    assert len(sizes) == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
