@@ -16,7 +16,7 @@ from offbeat.learner.policy.packing import Pack, PackedImages, Span, unpack
 from offbeat.learner.policy.zero import deepspeed_config, make_engine, take_step
 
 _ATTENTION = ("attn", "attention")
-"""Ends of the names that transformers gives to attention layers: `self_attn`, `linear_attn`, `attention`."""
+"""Ends of the names that transformers gives to attention layers, such as `self_attn`."""
 
 
 class CompletionValues(nn.Module):
