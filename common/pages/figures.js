@@ -14,7 +14,12 @@ function drawFigures() {
   for (const div of document.querySelectorAll(".plot")) {
     const text = div.previousElementSibling.textContent;
     const { data, layout } = JSON.parse(scheme.matches ? text.replace(lightColors, (color) => darkColors[color]) : text);
-    Plotly.react(div, data, { ...layout, dragmode }, { displayModeBar: false });
+    // In a narrow window each name of the legend has its own line, and a legend gets half of a figure at most.
+    const names = data.filter((trace) => trace.name && trace.showlegend !== false).length;
+    const room = div.clientWidth < 560 && names > 4 ? 26 * names : 0;
+    const height = layout.height + room;
+    div.style.height = `${height}px`;
+    Plotly.react(div, data, { ...layout, height, dragmode }, { displayModeBar: false });
     widths.observe(div);
   }
 }

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from offbeat.common.records.rows import EvalRow, EventRow, StepRow
 
+PERHAPS_SOLVED = "The task may be solved"
+"""Begins the hint of rules about equal rewards; with the held-out reward behind it where that is high."""
 HISTORY = 200
 """Newest steps that the rules look at."""
 CLEAR_STEPS = 10
@@ -76,7 +78,7 @@ class Health:
 
     def _hint(self, rule: HealthRule) -> str:
         if rule.is_of_solved_tasks and self._solved_share >= SOLVED_SHARE:
-            return f"The task may be solved (held-out {self._solved_share:.3f}). If not, use harder prompts."
+            return f"{PERHAPS_SOLVED} (held-out {self._solved_share:.3f}). If not, use harder prompts."
         return rule.hint
 
 
