@@ -85,7 +85,7 @@ def verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[st
         sentences.append(
             f"{late.share:.0%} of the trained groups came after their turn, by {late.mean_batches:.1f} batches on average "
             f"(rank correlation with length {late.length_correlation:+.2f}, with duration {late.duration_correlation:+.2f}): "
-            "what is long is trained on at a larger lag, but it is trained on."
+            "long groups are trained on at a larger lag, but they are trained on."
         )
     return [*sentences, _unknown(report, books)]
 
