@@ -22,8 +22,7 @@ from offbeat.lab.prompt_order import PromptAudit, PromptOrder
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.learner.leases.log_reading import Gap, read_history
-from offbeat.learner.leases.log_records import LogDamagedError, Position
+from offbeat.learner.leases.log_reading import Gap, LogDamagedError, Position, read_history
 from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.learner.training import checkpoints
 

@@ -199,8 +199,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     """Return the groups in a run's log that were sampled under version 0 alone, by rising lease id."""
     from transformers import AutoTokenizer
 
-    from offbeat.learner.leases.log_reading import read_history, read_record
-    from offbeat.learner.leases.log_records import Position
+    from offbeat.learner.leases.log_reading import Position, read_history, read_record
     from offbeat.learner.leases.prompts import load_prompts
     from offbeat.learner.leases.recovery import recover
 

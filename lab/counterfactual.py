@@ -35,7 +35,7 @@ from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.log_records import Record
+from offbeat.learner.leases.log_reading import Record
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.payload import Segment

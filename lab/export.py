@@ -1,4 +1,8 @@
-"""`offbeat export`: a model's folder, or an adapter's, from a run's checkpoint; no service runs."""
+"""`offbeat export`: a model's folder, or an adapter's, from a run's checkpoint, with a model card; no service runs.
+
+The card says what the model was trained on and how, and has its curve and the settings that make it again. It may be published,
+so it has no addresses, no secrets, and of local paths their end alone.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,11 +10,24 @@ from typing import TYPE_CHECKING
 from offbeat.common.errors import SettingError
 from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config
 from offbeat.common.settings.config import Config
-from offbeat.lab.model_card import write_card
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
+import importlib.metadata
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from offbeat.common.errors import ServiceError, one_line
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.setting_text import to_toml
+from offbeat.common.settings.loading import resolved_toml
+from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.run_summary import RunSettings, parse_settings, read_settings
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 
 def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool) -> Path:
@@ -79,3 +96,129 @@ def _write_adapter(config: Config, weights: "dict[str, Tensor]", folder: Path) -
     from offbeat.learner.policy.lora import write_adapter
 
     write_adapter(weights, folder, rank=config.lora.rank, alpha=config.lora.alpha, base_model=config.model.path)
+
+
+CARD_FILE = "README.md"
+NUM_ROWS = 12
+"""Largest number of steps in the table of the curve."""
+OF_THE_MODEL = (
+    *("model", "lora", "data", "task", "environment", "rollout", "staleness", "loss", "advantage", "correction", "critic"),
+    *("kl", "reward", "train"),
+)
+"""Sections of settings that decide what is learned."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def write_card(run: Path, config: Config, version: int, folder: Path, *, is_adapter: bool) -> None:
+    """Write the card of the checkpoint after `version` optimizer steps into the folder of its export."""
+    rows = run / ROWS_FILE
+    history = fold_rows(read_rows(rows)) if rows.is_file() else None
+    parts = [_head(config, is_adapter=is_adapter), _facts(config, version, history)]
+    if history is not None and (curve := list(_curve(history, version))):
+        table = ["| step | reward | held-out reward | mean lag |", "|---|---|---|---|", *curve]
+        parts.append("\n".join(["## Curve", "", *table]))
+    settings = "\n".join(_changed_settings(read_settings(run)))
+    command = "offbeat train run.toml"
+    lead = f"Put these settings into `run.toml`, and run `{command}`. All others have their defaults."
+    parts.append(f"## How to make it again\n\n{lead}\n\n```toml\n{settings}\n```")
+    (folder / CARD_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def push(folder: Path, name: str, api: "HfApi", *, is_private: bool) -> str:
+    """Upload an export to the hub as the model `owner/name`, made where it is not there; return its address.
+
+    Raises `ServiceError` where the hub cannot be reached, or refuses.
+    """
+    try:
+        url = api.create_repo(name, private=is_private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model trained with offbeat")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ServiceError(f"{folder} is written, but the hub did not take it ({one_line(error)})") from error
+    return str(url)
+
+
+def check_push(name: str, api: "HfApi") -> None:
+    """Raise `SettingError` for a name that is no model's, and where the hub does not know who is asking."""
+    if not _HUB_NAME.fullmatch(name):
+        raise SettingError("--push", name, "it is not the name of a model on a hub", "Write owner/name.")
+    try:
+        api.whoami()
+    except (OSError, ValueError, RuntimeError) as error:
+        cure = "Run `hf auth login`, or set HF_TOKEN; HF_ENDPOINT names another hub."
+        raise SettingError("--push", name, f"the hub cannot be asked who you are ({one_line(error)})", cure) from error
+
+
+def _head(config: Config, *, is_adapter: bool) -> str:
+    from huggingface_hub import ModelCardData
+
+    base = config.model.path if _HUB_NAME.fullmatch(config.model.path) else None
+    metadata = ModelCardData(
+        base_model=base,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["offbeat", "reinforcement-learning", config.loss.objective.partition("(")[0]],
+    )
+    return f"---\n{metadata.to_yaml()}\n---"
+
+
+def _facts(config: Config, version: int, history: RunHistory | None) -> str:
+    staleness = config.staleness
+    bound = f"at most {staleness.max_staleness} optimizer steps ({staleness.staleness_policy})"
+    counts = {} if history is None else history.groups_by_lag
+    if counts:
+        mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
+        bound += f"; measured over the whole run: {mean:.2f} on average, {max(counts)} at most"
+    loss, train = config.loss, config.train
+    facts = {
+        "Base model": f"`{_public(config.model.path)}`",
+        "Training data": f"`{_public(config.data.train_data)}`",
+        "Reward": f"`{config.task.environment or config.task.reward}`",
+        "Objective": f"{loss.objective}, anchored at the {loss.anchor} policy",
+        "Age of the rollouts": bound,
+        "Optimizer steps": f"{version} of {train.groups_per_step} groups with {config.rollout.group_size} completions each",
+        "Learning rate": f"{train.learning_rate:g}" + (f", LoRA of rank {config.lora.rank}" if config.lora.rank else ""),
+        "Made with": f"offbeat {importlib.metadata.version('offbeat')}",
+    }
+    lines = [f"| {name} | {value} |" for name, value in facts.items()]
+    lead = "This model was trained with asynchronous reinforcement learning."
+    return "\n".join([f"# {_public(config.model.path)}, trained with offbeat", "", lead, "", "| | |", "|---|---|", *lines])
+
+
+def _curve(history: RunHistory, version: int) -> Iterator[str]:
+    steps = {row.policy_version: row for row in history.steps if row.policy_version <= version}
+    held_out = {at: row.reward for at, row in history.evaluations.items() if at <= version}
+    evaluated = sorted(at for at, reward in held_out.items() if reward is not None)
+    for at in _spread(evaluated if len(evaluated) > 2 else sorted({*steps, *evaluated})):
+        row = steps.get(at)
+        numbers = [row.number("reward/mean") if row else None, held_out.get(at), row.number("lag/mean") if row else None]
+        yield f"| {at} | {' | '.join('' if number is None else f'{number:.3f}' for number in numbers)} |"
+
+
+def _spread(versions: Sequence[int]) -> list[int]:
+    """Return at most `NUM_ROWS` of the versions, the first and the last among them."""
+    if len(versions) <= NUM_ROWS:
+        return list(versions)
+    last = len(versions) - 1
+    return [versions[round(place * last / (NUM_ROWS - 1))] for place in range(NUM_ROWS)]
+
+
+def _changed_settings(settings: RunSettings) -> Iterator[str]:
+    """Yield the lines of a TOML file with the settings of the run that differ from their defaults."""
+    defaults = parse_settings(resolved_toml(Config()))
+    yield f"run.seed = {settings.setting('run', 'seed') or 0}"
+    for section in OF_THE_MODEL:
+        of_section = settings.sections.get(section)
+        changed = {
+            name: value
+            for name, value in (of_section if isinstance(of_section, dict) else {}).items()
+            if value != defaults.setting(section, name)
+        }
+        if changed:
+            yield f"\n[{section}]"
+        for name, value in changed.items():
+            yield f"{name} = {to_toml(_public(value) if isinstance(value, str) else value)}"
+
+
+def _public(text: str) -> str:
+    """Return the end of an absolute path, any other text as it is."""
+    return "/".join(Path(text).parts[-2:]) if Path(text).is_absolute() else text

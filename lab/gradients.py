@@ -24,10 +24,10 @@ from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
-from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
 from offbeat.learner.leases.groups import Group, unpack
-from offbeat.learner.leases.log_records import Record
+from offbeat.learner.leases.log_reading import Record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.learner.training.trainer import Trainer
 

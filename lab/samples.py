@@ -19,8 +19,7 @@ from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.learner.diagnostics.sample_rows import shorten, written
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.groups import unpack
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import Position, read_log, read_record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.protocols.payload import Segment
 from offbeat.protocols.text import plain

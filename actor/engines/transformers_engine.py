@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from offbeat.actor.engines.batches import OwnCaches, PagedBatches
 from offbeat.actor.engines.engine import (
     CacheUse,
     Completion,
@@ -23,13 +24,11 @@ from offbeat.actor.engines.engine import (
     Score,
     check_prompt_length,
 )
-from offbeat.actor.engines.own_caches import OwnCaches
-from offbeat.actor.engines.paged_batches import PagedBatches
 from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.models.routing import record_routing
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.common.weights.flat import WeightBuffer, tensor_dtype
 from offbeat.common.weights.nccl_group import gpu_uuid
 from offbeat.protocols.message_parts import EngineInfo, ModelHashes

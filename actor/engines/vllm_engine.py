@@ -31,12 +31,12 @@ from vllm.v1.engine.core_client import InprocClient
 
 from offbeat.actor.engines import vllm_images
 from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_options, check_prompt_length
-from offbeat.actor.engines.reserved_options import RESERVED
 from offbeat.actor.engines.vllm_worker import LOAD_FORMAT, WeightLoading
 from offbeat.common.errors import ServiceError, SettingError, one_line
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches, ImageReader
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
+from offbeat.common.settings.library_options import RESERVED
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.common.weights.nccl_group import gpu_uuid
 from offbeat.protocols.message_parts import EngineInfo, ModelHashes

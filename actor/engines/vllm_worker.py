@@ -22,8 +22,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
 from offbeat.actor.engines.weight_replay import NotReplayableError, Packer, WeightReplay, learn
-from offbeat.common.weights.flat import buffer_bytes, named_views
-from offbeat.common.weights.memory import Address, map_bytes, pin
+from offbeat.common.weights.flat import Address, buffer_bytes, map_bytes, named_views, pin
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:

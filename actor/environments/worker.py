@@ -17,8 +17,7 @@ from typing import NoReturn, assert_never
 
 import msgspec
 
-from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat import Chat, ChatEpisode, ChatFormat, NoRoom
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.external import ExternalEnvironment

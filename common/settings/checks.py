@@ -7,10 +7,10 @@ from functools import partial
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.models.images import MAX_PROMPT_BYTES
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.deepspeed_options import check_deepspeed_options, deepspeed_warnings
 from offbeat.common.settings.inert import check_inert
 from offbeat.common.settings.judge_checks import check_judge
 from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.library_options import check_deepspeed_options, deepspeed_warnings
 from offbeat.common.settings.objective_checks import check_objective, objective_warnings
 from offbeat.protocols.addresses import address_file, is_loopback
 from offbeat.protocols.messages import HEARTBEAT_S

@@ -9,7 +9,7 @@ import re
 from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.methods import Method, parse_method, unknown_method
+from offbeat.common.settings.section import Method, parse_method, unknown_method
 
 CorrectionName = Literal[
     "token_tis",

@@ -22,9 +22,8 @@ from offbeat.common.setting_text import has_mask, masked, shown, to_toml
 from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, TaskSection
 from offbeat.common.settings.corrections import CORRECTIONS, parse_corrections
-from offbeat.common.settings.docstrings import field_docstrings
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
-from offbeat.common.settings.section import Section
+from offbeat.common.settings.section import Section, field_docstrings
 
 LARGEST_NUMBER = 2**53
 """Largest whole number of a setting: floats count exactly up to here."""

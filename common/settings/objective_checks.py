@@ -5,8 +5,8 @@ from offbeat.common.settings.completion import engine_noise, has_engine_noise
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import WEIGHING, own_functions, parse_corrections
 from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.library_options import SETTING
 from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, parse_objective
-from offbeat.common.settings.sequence_parallel import SETTING
 
 _CORRECTED = ("decoupled", "interpolated")
 """Values of `loss.anchor` that leave `pi_old / mu` to `loss.correction`."""

@@ -10,7 +10,7 @@ import math
 from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.methods import Method, parse_method, unknown_method
+from offbeat.common.settings.section import Method, parse_method, unknown_method
 
 Aggregation = Literal[
     "token-mean", "prompt-mean-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"

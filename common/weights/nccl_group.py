@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.common.weights.collectives import CLOSE_S, CollectiveError, CollectiveLateError, Seat, connect_store, group_store
-from offbeat.common.weights.flat import WeightBuffer
-from offbeat.common.weights.memory import Address, map_bytes, pin
+from offbeat.common.weights.flat import Address, WeightBuffer, map_bytes, pin
 from offbeat.protocols.messages import NcclTransport
 
 logger = logging.getLogger(__name__)

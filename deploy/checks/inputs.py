@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat import ChatFormat
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import hub_obstacle
 from offbeat.common.models.images import MODEL_TYPES

@@ -18,7 +18,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.records.run_folder import check_run_folder, locked
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.sequence_parallel import check_groups
+from offbeat.common.settings.library_options import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices import find_gpus
 from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need, model_sizes

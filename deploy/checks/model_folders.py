@@ -11,7 +11,7 @@ import msgspec
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import config_obstacle
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.sequence_parallel import SETTING, check_heads
+from offbeat.common.settings.library_options import SETTING, check_heads
 from offbeat.deploy.checks.findings import Finding, mistake
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

@@ -31,13 +31,13 @@ from typing import Literal
 
 import msgspec
 
-from offbeat.actor.engines.reserved_options import RESERVED
 from offbeat.common.errors import SettingError, SeveralSettingsError, one_line
 from offbeat.common.processes.shutdown import die_with_parent
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.checks import check, check_before_run
 from offbeat.common.settings.config import Config, environment_of
+from offbeat.common.settings.library_options import RESERVED
 from offbeat.common.user_code.external_environment import interpreter
 from offbeat.deploy.checks import machine
 from offbeat.deploy.checks.findings import Finding, mistake

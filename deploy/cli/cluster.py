@@ -16,8 +16,7 @@ from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, Operator, read_c
 from offbeat.deploy.clusters.compose import write_compose
 from offbeat.deploy.clusters.container import Document, read_mapping
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
-from offbeat.deploy.clusters.kubernetes_pods import PodOptions
-from offbeat.deploy.clusters.kubernetes_pool import open_kubernetes_pool
+from offbeat.deploy.clusters.kubernetes_pods import PodOptions, open_kubernetes_pool
 from offbeat.deploy.clusters.pool import Pool, reconcile
 from offbeat.deploy.clusters.ray_pool import open_ray_pool
 from offbeat.deploy.clusters.slurm import open_pool, write_scripts

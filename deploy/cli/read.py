@@ -153,8 +153,7 @@ def export_command(
     from huggingface_hub import HfApi
 
     from offbeat.common.processes.environment import prepare_environment
-    from offbeat.lab.export import export
-    from offbeat.lab.model_card import check_push, push
+    from offbeat.lab.export import check_push, export, push
 
     configure_logs("export")
     hub = HfApi()

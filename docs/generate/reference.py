@@ -17,9 +17,9 @@ from offbeat.actor.page import EXPORTED as OF_ACTOR
 from offbeat.common.records import rows
 from offbeat.common.records.exported import Exported
 from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
-from offbeat.common.settings.docstrings import field_docstrings
 from offbeat.common.settings.loading import explanations, setting_names
 from offbeat.common.settings.resume_rules import OUTCOMES, RULES, Outcome
+from offbeat.common.settings.section import field_docstrings
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS

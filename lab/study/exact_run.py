@@ -23,7 +23,7 @@ from offbeat.lab.study.sampler import ExactSampler, Sampled
 from offbeat.lab.study.trials import Outcome, Point
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.plan import why_hopeless
-from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.trainer import Trainer
 from offbeat.protocols.payload import Segment, encode_experts

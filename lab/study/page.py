@@ -8,16 +8,19 @@ from typing import NamedTuple
 from offbeat.common.errors import SettingError
 from offbeat.common.pages.page import render
 from offbeat.lab.study.analysis import (
+    CLAIMS,
     EARLY,
     FALL,
     TARGET,
     Condition,
     MethodResult,
+    TestedContrast,
     compare_methods,
     conditions,
+    find,
     signs_of_collapse,
+    verdict,
 )
-from offbeat.lab.study.claims import CLAIMS, TestedContrast, find, verdict
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 

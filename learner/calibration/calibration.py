@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.config import Config
 from offbeat.learner.calibration.bound_noise import BoundCheck
 from offbeat.learner.calibration.noise_by_sign import NoiseBySign, independent_completions
@@ -36,7 +36,7 @@ class LearnerNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_options: dict[str, Any]
     """`actor.engine_options`, such as quantization, the cache's precision, parallelism."""
     processor: str
-    """`common.processes.processors.processor_name`: it chooses the kernels."""
+    """`common.processes.process_table.processor_name`: it chooses the kernels."""
 
 
 class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: str
     """The engine's own numbers of fewer bits than `dtype`; empty for none."""
     processor: str
-    """`common.processes.processors.processor_name`."""
+    """`common.processes.process_table.processor_name`."""
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.common.models.routing import Routing
 from offbeat.common.records.rows import Recorder, RoutingRow
-from offbeat.learner.diagnostics.group_metrics import lag_bucket
+from offbeat.learner.diagnostics.batch_metrics import lag_bucket
 
 MARGIN_PERCENTILES = (5, 25, 50)
 """Percentiles of `margin_metrics`; low ones, because tokens with a small margin are the ones that change experts."""

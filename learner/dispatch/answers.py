@@ -11,7 +11,7 @@ from offbeat.learner.dispatch.roster import Member
 from offbeat.learner.dispatch.run_state import LeaseFailures, Versions
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.groups import ExpertLimits, Limits, expert_flaw, flaw
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from offbeat.protocols.wire import Frame
 

@@ -39,7 +39,7 @@ from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import LedgerCounts
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
 from offbeat.protocols import messages

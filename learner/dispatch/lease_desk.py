@@ -18,7 +18,7 @@ from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Dropped, Expired, Granted
 from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.learner.leases.prompts import Prompt, Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.protocols.messages import Cancel, GroupDone, Sampling

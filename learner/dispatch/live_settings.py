@@ -20,7 +20,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, ScaleSection, StalenessSection
 from offbeat.common.settings.loading import replace_settings, setting_text
 from offbeat.learner.leases.events import Tuned
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import LiveSettingsReport, SettingChange
 

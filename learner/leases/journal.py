@@ -14,7 +14,7 @@ import msgspec
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger, LedgerState
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position
 from offbeat.learner.leases.prompt_stream import PromptStream, StreamState
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.wire import Frame

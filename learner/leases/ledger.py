@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, Tallies, add_group, copy_tallies
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import Position
 
 ZERO_VARIANCE = "zero_variance"
 """Reason for dropping a group whose rewards are all equal (`loss.zero_variance`)."""

@@ -23,8 +23,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, S
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import DispatcherState, apply_event
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.log_reading import Gap
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_reading import Gap, Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.prompts import Prompt
 

@@ -3,7 +3,7 @@
     FOLDER/00000007.log   segment header, record, record, ...   written by one learner process; the next one begins another file
     FOLDER/lock           locked by the process that writes
 
-`learner.leases.log_records` has the records' bytes, `learner.leases.log_reading` reads the files.
+`learner.leases.log_reading` has the bytes of the records and reads the files.
 
 The log loses nothing that it has. Bytes that are no whole record stay where they are, and whole records behind them are read:
 one flipped bit costs one record. At the end of the newest segment such bytes are the torn tail of a process that died while it
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes.files import patiently, sync
-from offbeat.learner.leases import log_records
+from offbeat.learner.leases import log_reading
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
 
@@ -60,7 +60,7 @@ class RolloutLog:
         retain_bytes: int,
         min_free_bytes: int,
         segment_bytes: int = SEGMENT_BYTES,
-        after: log_records.Position | None = None,
+        after: log_reading.Position | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Continue in a segment above all others and above `after`.
@@ -82,7 +82,7 @@ class RolloutLog:
         self._sizes = {number: segment_path(folder, number).stat().st_size for number in segment_numbers(folder)}
         self._num_bytes = sum(self._sizes.values())
         self._number = 1 + max([0, *numbers, after.segment if after else 0])
-        self._offset = log_records.HEADER_BYTES
+        self._offset = log_reading.HEADER_BYTES
         self._descriptor: int | None = None
         self._unsynced: set[int] = set()
         self._has_unsynced_name = False
@@ -90,9 +90,9 @@ class RolloutLog:
         self._is_full = False
 
     @property
-    def end(self) -> log_records.Position:
+    def end(self) -> log_reading.Position:
         """Position at which the next record will begin."""
-        return log_records.Position(self._number, self._offset)
+        return log_reading.Position(self._number, self._offset)
 
     @property
     def num_bytes(self) -> int:
@@ -108,13 +108,13 @@ class RolloutLog:
             self._is_full = shutil.disk_usage(self._folder).free < self._min_free_bytes
         return self._is_full
 
-    def append(self, event: LeaseEvent, *arrays: log_records.Buffer | NDArray[Any]) -> log_records.Position:
+    def append(self, event: LeaseEvent, *arrays: log_reading.Buffer | NDArray[Any]) -> log_reading.Position:
         """Add a record and return where it begins; `LogFullError` leaves the log unchanged.
 
         `Accepted` takes its token ids (int32) and behavior log-probs (float32), the other events take no array. The record
         survives the death of the process from now on; `commit` and `sync` protect from power failures.
         """
-        parts = log_records.encode_record(self._offset, event, *arrays)
+        parts = log_reading.encode_record(self._offset, event, *arrays)
         num_bytes = sum(map(len, parts))
         try:
             self._write(parts, num_bytes)
@@ -123,7 +123,7 @@ class RolloutLog:
             if error.errno not in _FULL:
                 raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
             self._is_full, self._next_look = True, self._clock() + LOOK_S
-            raise log_records.LogFullError(error.errno, os.strerror(error.errno), path) from error
+            raise log_reading.LogFullError(error.errno, os.strerror(error.errno), path) from error
         position = self.end
         self._offset += num_bytes
         self._num_bytes += num_bytes
@@ -155,7 +155,7 @@ class RolloutLog:
             self._has_unsynced_name = False
         self._next_sync = self._clock() + LOOK_S
 
-    def prune(self, needed: log_records.Position) -> None:
+    def prune(self, needed: log_reading.Position) -> None:
         """Delete the oldest segments until at most `retain_bytes` are left, but none at or after `needed`."""
         for number in sorted(self._sizes):
             if self._num_bytes <= self._retain_bytes or number >= min(needed.segment, self._number):
@@ -164,7 +164,7 @@ class RolloutLog:
             self._num_bytes -= self._sizes.pop(number)
             self._unsynced.discard(number)
 
-    def is_over(self, needed: log_records.Position) -> bool:
+    def is_over(self, needed: log_reading.Position) -> bool:
         """Return whether a checkpoint is due: `prune(needed)` would leave more than `retain_bytes`, `prune(end)` would not.
 
         False while only the segment that is being written is needed: a checkpoint would free nothing.
@@ -179,23 +179,23 @@ class RolloutLog:
         self._close_segment()
         self._lock.close()
 
-    def _find_history_end(self, numbers: Sequence[int]) -> log_records.Position:
+    def _find_history_end(self, numbers: Sequence[int]) -> log_reading.Position:
         """Return where the last whole record ends; delete newer segments of which nothing but a header was written."""
         for number in reversed(numbers):
             path = segment_path(self._folder, number)
             end, num_bytes = find_end(path), path.stat().st_size
-            if end < num_bytes and num_bytes > log_records.HEADER_BYTES:
+            if end < num_bytes and num_bytes > log_reading.HEADER_BYTES:
                 logger.warning(
                     "%s: the last whole record ends at offset %d; the %d bytes after it are not a record and are skipped",
                     *(path, end, num_bytes - end),
                 )
-            if end > log_records.HEADER_BYTES:
-                return log_records.Position(number, end)
-            if num_bytes <= log_records.HEADER_BYTES:
+            if end > log_reading.HEADER_BYTES:
+                return log_reading.Position(number, end)
+            if num_bytes <= log_reading.HEADER_BYTES:
                 path.unlink()
-        return log_records.Position(0, 0)
+        return log_reading.Position(0, 0)
 
-    def _write(self, parts: Sequence[log_records.Buffer], num_bytes: int) -> None:
+    def _write(self, parts: Sequence[log_reading.Buffer], num_bytes: int) -> None:
         """Append to the current segment's file, or leave the file as it was."""
         descriptor = self._descriptor if self._descriptor is not None else self._begin_segment()
         try:
@@ -209,15 +209,15 @@ class RolloutLog:
         # Opened for appending, so that a removed record leaves no hole before the next one.
         descriptor = patiently(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666))
         try:
-            header = log_records.SegmentHeader(self._run_id, self._number, self._history_end)
-            _write_all(descriptor, [log_records.encode_header(header)], log_records.HEADER_BYTES)
+            header = log_reading.SegmentHeader(self._run_id, self._number, self._history_end)
+            _write_all(descriptor, [log_reading.encode_header(header)], log_reading.HEADER_BYTES)
         except OSError:
             os.close(descriptor)
             path.unlink()
             raise
         self._descriptor = descriptor
-        self._num_bytes += log_records.HEADER_BYTES
-        self._sizes[self._number] = log_records.HEADER_BYTES
+        self._num_bytes += log_reading.HEADER_BYTES
+        self._sizes[self._number] = log_reading.HEADER_BYTES
         self._has_unsynced_name = True
         return descriptor
 
@@ -228,7 +228,7 @@ class RolloutLog:
         self._close_segment()
         self._history_end = self.end
         self._number += 1
-        self._offset = log_records.HEADER_BYTES
+        self._offset = log_reading.HEADER_BYTES
 
     def _close_segment(self) -> None:
         if self._descriptor is not None:
@@ -247,7 +247,7 @@ def _lock(folder: Path) -> BinaryIO:
     return file
 
 
-def _write_all(descriptor: int, parts: Sequence[log_records.Buffer], num_bytes: int) -> None:
+def _write_all(descriptor: int, parts: Sequence[log_reading.Buffer], num_bytes: int) -> None:
     num_written = os.writev(descriptor, parts)
     if num_written < num_bytes:
         # A disk that becomes full gives short writes, and the reason at the next one.

@@ -22,8 +22,8 @@ from offbeat.common.errors import SettingError, one_line
 from offbeat.common.models.folders import PROCESSOR_FILE, resolve_model
 from offbeat.common.settings.checks import compile_obstacle
 from offbeat.common.settings.config import Config, ModelSection
+from offbeat.common.settings.library_options import SETTING
 from offbeat.common.settings.objectives import RECOMPUTED
-from offbeat.common.settings.sequence_parallel import SETTING
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter, merged_parameters

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812, torch's own convention
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from offbeat.common.settings.sequence_parallel import check_groups, check_heads
+from offbeat.common.settings.library_options import check_groups, check_heads
 from offbeat.learner.policy.packing import Span
 from offbeat.learner.policy.process_group import COLLECTIVE_TIMEOUT_S
 

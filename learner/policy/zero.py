@@ -13,8 +13,8 @@ from torch import nn
 
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.processes.environment import fast_imports
-from offbeat.common.settings.deepspeed_options import check_deepspeed_options
 from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.library_options import check_deepspeed_options
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 
 _logger = logging.getLogger(__name__)

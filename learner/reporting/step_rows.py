@@ -18,7 +18,7 @@ from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.demand import Demand, DemandDecision, Use
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,15 @@ from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import read_headers, read_history, read_record, segment_name, segment_path
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import (
+    LogFullError,
+    Position,
+    read_headers,
+    read_history,
+    read_record,
+    segment_name,
+    segment_path,
+)
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog

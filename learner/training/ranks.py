@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
-from offbeat.common.weights.memory import Address, map_bytes, pin
+from offbeat.common.weights.flat import Address, WeightBuffer, buffer_bytes, map_bytes, named_views, pin
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec

@@ -26,8 +26,7 @@ from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.weights.flat import make_layout, tensor_dtype
 from offbeat.learner.calibration.calibration import load_calibration
 from offbeat.learner.calibration.noise_floor import Differences
-from offbeat.learner.diagnostics.group_metrics import Metrics
-from offbeat.learner.diagnostics.loss_metrics import truncated_ess
+from offbeat.learner.diagnostics.batch_metrics import Metrics, truncated_ess
 from offbeat.learner.diagnostics.step_table import GradientDirection, StepLoss, step_metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.aggregation import aggregate

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offbeat.common.weights.flat import WeightBuffer, checksum
-from offbeat.common.weights.memory import pin
+from offbeat.common.weights.flat import WeightBuffer, checksum, pin
 from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0

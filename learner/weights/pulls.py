@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from offbeat.learner.weights.actor_versions import Recipient
-from offbeat.learner.weights.deltas import Delta, DeltaChain
 from offbeat.learner.weights.double_buffer import DoubleBuffer, WeightSnapshot
-from offbeat.learner.weights.server import WeightServer
+from offbeat.learner.weights.server import Delta, DeltaChain, WeightServer
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.messages import WeightPull
 

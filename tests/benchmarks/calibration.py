@@ -26,7 +26,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from offbeat.common.processes.environment import prepare_environment
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows

@@ -30,7 +30,7 @@ prepare_environment()
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from offbeat.learner.diagnostics.loss_metrics import loss_metrics  # noqa: E402
+from offbeat.learner.diagnostics.batch_metrics import loss_metrics  # noqa: E402
 from offbeat.learner.diagnostics.row_statistics import row_statistics  # noqa: E402
 from offbeat.learner.diagnostics.step_table import GradientDirection  # noqa: E402
 from offbeat.learner.objectives.aggregation import aggregate  # noqa: E402

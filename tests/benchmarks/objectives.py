@@ -43,7 +43,7 @@ from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.settings.loading import load
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.deploy.local.quickstart.prepared import expand
-from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt, load_prompts

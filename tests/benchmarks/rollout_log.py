@@ -23,8 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.learner.leases.events import Accepted
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import encode_record
+from offbeat.learner.leases.log_reading import encode_record, read_log
 from offbeat.learner.leases.rollout_log import Fsync, RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.benchmarks.measuring import print_table, spread

@@ -52,8 +52,7 @@ def measure(connection: Connection) -> None:
     from offbeat.common.settings.completion import complete
     from offbeat.common.settings.config import Config, DataSection, ModelSection
     from offbeat.common.settings.learning_sections import TrainSection
-    from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
-    from offbeat.common.weights.memory import map_bytes
+    from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, map_bytes, named_views
     from offbeat.learner.policy.lora import merged_parameters
     from offbeat.learner.training.trainer import Trainer
 

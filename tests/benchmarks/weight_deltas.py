@@ -17,8 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offbeat.common.weights.deltas import apply_delta, word_bytes
 from offbeat.common.weights.flat import WeightBuffer, checksum, make_layout
-from offbeat.learner.weights.deltas import DeltaChain
 from offbeat.learner.weights.double_buffer import WeightSnapshot
+from offbeat.learner.weights.server import DeltaChain
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)

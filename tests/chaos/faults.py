@@ -18,8 +18,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
 from offbeat.learner.leases.events import Expired, LeaseEvent, Tuned
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import HEADER_BYTES, Position, SegmentHeader, encode_header, encode_record
+from offbeat.learner.leases.log_reading import HEADER_BYTES, Position, SegmentHeader, encode_header, encode_record, read_log
 from offbeat.learner.restart.resume import ServiceState
 from offbeat.learner.training import checkpoints
 from tests.chaos.changes import doubt_learner, scale_up_and_down

@@ -9,8 +9,7 @@ import pytest
 
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.leases.events import Expired, Tuned
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import Position, read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart.resume import ServiceState, set_damaged_aside
 from offbeat.learner.training import checkpoints

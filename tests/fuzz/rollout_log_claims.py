@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from offbeat.learner.leases.log_records import (
+from offbeat.learner.leases.log_reading import (
     ALIGNMENT,
     HEADER_BYTES,
     LogDamagedError,

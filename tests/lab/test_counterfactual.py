@@ -16,7 +16,7 @@ from offbeat.lab.counterfactual import (
     replay,
 )
 from offbeat.learner.leases.events import Dropped, Expired, LeaseEvent, Started, Tuned
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_reading import Position, Record
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 

@@ -15,7 +15,7 @@ from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.loading import load, resolved_toml
-from offbeat.lab.model_card import CARD_FILE, check_push, push, write_card
+from offbeat.lab.export import CARD_FILE, check_push, push, write_card
 from tests.learner.training.trainer_cases import make_config
 
 

@@ -23,8 +23,7 @@ from offbeat.lab.counterfactual import (
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.journal import DispatcherState
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position, read_log, read_record
 from offbeat.learner.leases.recovery import recover
 from offbeat.protocols.messages import Cancel, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat_format import ChatFormat, Message
+from offbeat.actor.environments.chat import ChatFormat, Message
 from offbeat.common.errors import SettingError
 
 STRIPPING = (

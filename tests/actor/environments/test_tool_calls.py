@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat import Chat, ChatEpisode
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat import Chat, ChatEpisode, ChatFormat
 from offbeat.actor.environments.messages import PlayEpisode, TurnSampled
 from offbeat.actor.environments.tool_calls import Parsed, ToolCall, TurnParser
 from offbeat.common.errors import SettingError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec import convert
 
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.protocols.fields import Label
 
 X86 = """processor\t: 0

@@ -8,7 +8,7 @@ from enum import Enum
 import pytest
 import torch
 
-from offbeat.common.weights.memory import pin
+from offbeat.common.weights.flat import pin
 from tests.gpu_report import MEASURED
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.common.weights.memory import Address, SharedBytes, map_bytes
+from offbeat.common.weights.flat import Address, SharedBytes, map_bytes
 
 
 def write(address: Address, value: int) -> None:

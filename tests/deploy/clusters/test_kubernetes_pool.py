@@ -14,7 +14,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
-from offbeat.deploy.clusters.kubernetes_pool import KubernetesPool, open_kubernetes_pool
+from offbeat.deploy.clusters.kubernetes_pods import KubernetesPool, open_kubernetes_pool
 from offbeat.deploy.clusters.pool import Instance, PoolError
 
 PATH = "/apis/apps/v1/namespaces/my-run/deployments/actor/scale"
@@ -168,7 +168,7 @@ def test_pod_finds_its_cluster_and_trusts_only_its_certificate(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.crt", tmp_path / "key")
     with serving(api, context) as port:
-        monkeypatch.setattr("offbeat.deploy.clusters.kubernetes_pool.ACCOUNT", account)
+        monkeypatch.setattr("offbeat.deploy.clusters.kubernetes_pods.ACCOUNT", account)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
         pool = open_kubernetes_pool(Config(), "")

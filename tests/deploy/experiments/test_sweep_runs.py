@@ -1,4 +1,4 @@
-"""Claims about `deploy.experiments.sweep_runs`: a sweep makes, resumes, restarts, stops and refuses runs; a stand-in makes them."""
+"""About `deploy.experiments.sweep_runs`: a sweep makes, resumes, restarts, stops and refuses runs; a stand-in makes them."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Claims about `deploy.experiments.trials` and `lab.sweep.plan`: which runs a sweep has, with which settings, and what is refused."""
+"""About `deploy.experiments.trials` and `lab.sweep.plan`: which runs a sweep has, with which settings, and what is refused."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LossSection

@@ -2,8 +2,7 @@
 
 import pytest
 
-from offbeat.lab.study.analysis import Condition, compare_methods
-from offbeat.lab.study.claims import Claim, Contrast, Side, find, verdict
+from offbeat.lab.study.analysis import Claim, Condition, Contrast, Side, compare_methods, find, verdict
 from offbeat.lab.study.trials import StudyRow
 from tests.lab.study.test_study_page import make_row
 

@@ -16,7 +16,7 @@ from offbeat.lab.study import exact_run, probe
 from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly
 from offbeat.lab.study.sampler import ExactSampler
 from offbeat.lab.sweep import plan as hopeless
-from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.processors import processor_name
+from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.config import ActorSection, Config, ModelSection, RolloutSection
 from offbeat.common.settings.learning_sections import LoraSection, TrainSection
 from offbeat.learner.calibration.calibration import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.records.step_metrics import step_metric
-from offbeat.learner.diagnostics.group_metrics import group_metrics
+from offbeat.learner.diagnostics.batch_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.payload import Segment, Turn
 

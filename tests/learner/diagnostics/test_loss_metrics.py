@@ -13,8 +13,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from offbeat.common.settings.objectives import Aggregation
-from offbeat.learner.diagnostics.group_metrics import LAG_BUCKETS
-from offbeat.learner.diagnostics.loss_metrics import SEQUENCE_WEIGHT_CAP, EngineNoise, loss_metrics
+from offbeat.learner.diagnostics.batch_metrics import LAG_BUCKETS, SEQUENCE_WEIGHT_CAP, EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction

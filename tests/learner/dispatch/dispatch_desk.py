@@ -30,8 +30,7 @@ from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import LogFullError, Position, Record
+from offbeat.learner.leases.log_reading import LogFullError, Position, Record, read_log
 from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt, Prompts
 from offbeat.learner.leases.recovery import Recovered

@@ -9,8 +9,7 @@ from offbeat.common.records.rows import EpochRow
 from offbeat.learner.dispatch import run_state
 from offbeat.learner.leases.events import Accepted, Expired, Granted, Started, Trained
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position, read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import Ack, Cancel, Goodbye, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment

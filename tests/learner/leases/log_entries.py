@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.learner.leases import rollout_log
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_reading import Position, Record, read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, Turn
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (
     Ack,

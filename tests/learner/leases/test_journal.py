@@ -10,7 +10,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts

@@ -21,7 +21,7 @@ from offbeat.learner.leases.ledger import (
     SavedLease,
     needed_position,
 )
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import Position
 from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 

@@ -11,8 +11,7 @@ from offbeat.common.errors import SettingError
 from offbeat.learner.leases.events import Dropped, Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
-from offbeat.learner.leases.log_reading import read_history, read_log, read_record
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_reading import Position, Record, read_history, read_log, read_record
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, RecoveryError, recover

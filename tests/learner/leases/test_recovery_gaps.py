@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Weighed
-from offbeat.learner.leases.log_reading import Gap
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_reading import Gap, Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog

@@ -17,8 +17,7 @@ from offbeat.common.records.rows import EpochRow
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Weighed
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import HEADER_BYTES, LogFullError, Position
+from offbeat.learner.leases.log_reading import HEADER_BYTES, LogFullError, Position, read_log, read_record
 from offbeat.learner.leases.prompt_stream import PromptStream, PromptTurn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.protocols.messages import Ack, ActorHeartbeat, ActorStats, Goodbye, GroupDone, LearnerMessage, Lease, LeaseFailed

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import HEADER_BYTES, Position
+from offbeat.learner.leases.log_reading import HEADER_BYTES, Position, read_log, read_record
 from offbeat.learner.leases.rollout_log import LogInUseError, RolloutLog
 from tests.learner.leases.log_entries import (
     ENTRIES,

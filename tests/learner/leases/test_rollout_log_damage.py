@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.learner.leases import log_records
+from offbeat.learner.leases import log_reading
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_reading import Gap, read_history, read_log, read_record
-from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position, encode_record
+from offbeat.learner.leases.log_reading import (
+    HEADER_BYTES,
+    Gap,
+    LogDamagedError,
+    LogFormatError,
+    Position,
+    encode_record,
+    read_history,
+    read_log,
+    read_record,
+)
 from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.event_makers import make_accepted
@@ -307,7 +316,7 @@ def test_a_log_in_another_format_is_left_alone(tmp_path: Path) -> None:
 def test_an_event_of_another_version_is_an_error_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(log_records, "_encoder", NewerEncoder())
+        patch.setattr(log_reading, "_encoder", NewerEncoder())
         position = log.append(dropped(1).event)
     log.close()
     with cuts() as cut:

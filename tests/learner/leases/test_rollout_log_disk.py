@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.learner.leases import rollout_log
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from tests.learner.leases.log_entries import Clock, append_all, cuts, dropped, lease_ids, new_folder, open_log, segments
 from tests.learner.leases.log_writer import accepted
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.sequence_parallel import check_heads
+from offbeat.common.settings.library_options import check_heads
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.learner.policy.sequence_parallel import SequenceGroup, join_sequence_group

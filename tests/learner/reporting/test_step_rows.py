@@ -17,7 +17,7 @@ from offbeat.learner.leases import demand
 from offbeat.learner.leases.auto_bound import AutoBound, BoundDecision
 from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.groups import Group, LagOf
-from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.log_reading import LogFullError
 from offbeat.learner.reporting.step_rows import StepRows
 
 FIRST = {"lag/max": 0.0, "ratio/first": 1e-3, "clip/fraction": 0.25, "kl/behavior_policy_k3": 2e-4}

@@ -23,8 +23,7 @@ from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
-from offbeat.learner.leases.log_reading import read_whole_log
-from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.log_reading import LogFullError, Position, read_whole_log
 from offbeat.learner.leases.prompt_stream import StreamState
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import resume

@@ -15,8 +15,7 @@ from offbeat.common.processes.shutdown import end_process
 
 prepare_environment()
 
-from offbeat.common.weights.flat import WeightBuffer, named_views  # noqa: E402
-from offbeat.common.weights.memory import map_bytes  # noqa: E402
+from offbeat.common.weights.flat import WeightBuffer, map_bytes, named_views  # noqa: E402
 from offbeat.learner.policy.lora import merged_parameters  # noqa: E402
 from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402

@@ -12,7 +12,7 @@ from offbeat.common.models.routing import Routing
 from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, routing_metric, step_metric
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection
 from offbeat.learner.calibration.calibration import save_calibration
-from offbeat.learner.diagnostics.group_metrics import group_metrics
+from offbeat.learner.diagnostics.batch_metrics import group_metrics
 from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
 from offbeat.learner.leases.groups import Group
 from offbeat.protocols.payload import Turn

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from offbeat.common.weights.flat import WeightBuffer, make_layout
-from offbeat.common.weights.memory import Address
+from offbeat.common.weights.flat import Address, WeightBuffer, make_layout
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training import ranks
 from offbeat.learner.training.ranks import (

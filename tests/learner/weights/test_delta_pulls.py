@@ -12,9 +12,8 @@ from offbeat.actor.weights.pull import MAX_DAMAGED, ArrivedDelta, add_deltas
 from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.common.weights.deltas import encode_delta
 from offbeat.common.weights.flat import checksum, make_layout
-from offbeat.learner.weights.deltas import Delta, DeltaChain
 from offbeat.learner.weights.double_buffer import DoubleBuffer
-from offbeat.learner.weights.server import WeightServer
+from offbeat.learner.weights.server import Delta, DeltaChain, WeightServer
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Chunk, LearnerMessage, WeightPull, WeightUpdate
 from offbeat.protocols.wire import Array

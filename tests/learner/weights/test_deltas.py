@@ -5,8 +5,8 @@ import torch
 
 from offbeat.common.weights.deltas import apply_delta, word_bytes
 from offbeat.common.weights.flat import make_layout
-from offbeat.learner.weights.deltas import DeltaChain
 from offbeat.learner.weights.double_buffer import DoubleBuffer, WeightSnapshot
+from offbeat.learner.weights.server import DeltaChain
 from offbeat.protocols.messages import MAX_BASES
 
 LAYOUT = make_layout([("a", (3000,)), ("b", ()), ("c", (70, 30))], torch.bfloat16)

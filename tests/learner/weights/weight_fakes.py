@@ -7,8 +7,7 @@ import torch
 
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights.actor_versions import Recipient
-from offbeat.learner.weights.deltas import Delta
-from offbeat.learner.weights.server import Visitor
+from offbeat.learner.weights.server import Delta, Visitor
 from offbeat.learner.weights.transport import Transport
 
 LAYOUT = make_layout([("w", (64,))], torch.float32)

@@ -11,7 +11,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat import ChatFormat
 from offbeat.actor.environments.messages import (
     FROM_WORKER,
     Begin,

@@ -1,4 +1,4 @@
-"""The DeepSpeed options that `train.deepspeed` may hold, known without importing DeepSpeed, which takes seconds."""
+"""Settings that are handed to DeepSpeed and to engines, checked without importing either, which takes seconds."""
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.learning_sections import TrainSection
@@ -79,3 +79,55 @@ def deepspeed_warnings(train: TrainSection) -> list[str]:
         "train.deepspeed.optimizer replaces AdamW: train.weight_decay and train.adam_betas are not used; the learning rate is "
         "still train.learning_rate."
     ]
+
+
+SETTING = "train.sequence_parallel_size"
+
+
+def check_groups(size: int, *, num_processes: int) -> None:
+    """Raise `SettingError` where so many learner processes cannot be divided into groups of `size`."""
+    if num_processes % size:
+        problem = f"{num_processes} learner processes (launch.learner_processes) cannot be divided into groups of {size}"
+        raise SettingError(SETTING, size, problem, "Set it to a divisor of their number.")
+
+
+def check_heads(size: int, *, num_heads: int, num_key_heads: int) -> None:
+    """Raise `SettingError` for a model whose heads cannot be divided among `size` processes.
+
+    Fewer heads of keys and values than processes are copied, if their number divides the processes'.
+    """
+    names = ("heads of keys and values", num_key_heads), ("heads", num_heads)
+    for name, number in names:
+        is_copied = number == num_key_heads < num_heads and size % number == 0
+        if number % size and not is_copied:
+            problem = (
+                f"each process attends with as many heads, and the model has {number} {name}: {number} / {size} is not whole"
+            )
+            cure = f"Set it to a number that divides {num_heads} and {num_key_heads}."
+            raise SettingError(SETTING, size, problem, cure)
+
+
+RESERVED = {
+    "vllm": {
+        "model": "it is model.path",
+        "dtype": "it is model.dtype",
+        "max_model_len": "it is model.max_length",
+        "seed": "every actor has its own",
+        "logprobs_mode": "behavior log-probs must be those of the distribution sampled from",
+        "scheduling_policy": "the canary must not wait behind queued completions",
+        "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
+        "worker_extension_cls": "weights are loaded through it",
+        "enable_return_routed_experts": "it follows loss.routing_replay and metrics.routing_interval",
+        "limit_mm_per_prompt": "it follows data.image_field",
+        "skip_mm_profiling": "it follows data.image_field",
+        "mm_device_do_normalize": "patches of images are normalized as the learner's are",
+    },
+    "transformers": {
+        "return_logprobs": "behavior log-probs are what the learner trains on",
+        "per_request_processors": "every lease has its temperature",
+        "use_async_batching": "tokens of a step in flight would be counted under the wrong policy version",
+        "allow_block_sharing": "new prompts would be continued from keys of older weights",
+        "seed": "every actor has its own",
+    },
+}
+"""Reasons by engine and option. Whatever the engine's file sets over a user's value belongs here."""
