@@ -256,7 +256,7 @@ def best_variant(python: Path, config: Config) -> Variant:
             seconds[variant] = run_trl(python, config, variant, 0, 2).step_s
             print(f"{variant.name}: {seconds[variant]:.1f} s for the second step", flush=True)
         except RuntimeError as error:
-            print(f"{variant.name} does not run here: {str(error).strip().splitlines()[-1]}", flush=True)
+            print(f"{variant.name} does not run here: it {error}", flush=True)
     if not seconds:
         sys.exit("TRL does not run here")
     return min(seconds, key=lambda variant: seconds[variant])
