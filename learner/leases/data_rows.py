@@ -58,6 +58,9 @@ def read_rows(source: str, split: str, setting: str, environment: Environment = 
         return _made_rows(generated_rows(source, split, setting), source, setting)
     if is_function(source):
         return _own_rows(source, split, setting)
+    if "://" in source:
+        problem = "offbeat reads files of this machine and datasets of the Hugging Face Hub, no other addresses"
+        raise SettingError(setting, source, problem, "Copy the data here, or load it in your own function, module:function.")
     path = Path(source).expanduser()
     if path.is_dir() or not is_local_data(source):
         return _dataset_rows(source, split, setting)

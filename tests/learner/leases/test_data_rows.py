@@ -85,6 +85,11 @@ def test_byte_order_mark_is_no_part_of_the_data(suffix: str, tmp_path: Path) -> 
     assert read(path) == ROWS
 
 
+def test_address_of_a_store_is_refused_as_it_was_written() -> None:
+    with pytest.raises(SettingError, match=r'^data\.train_data = "s3://b/x": offbeat reads files .* Copy the data here'):
+        list(read_rows("s3://b/x", "train", "data.train_data"))
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
