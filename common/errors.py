@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from offbeat.common.setting_text import masked, shown
+from offbeat.common.formats import masked, shown
 from offbeat.protocols.text import plain
 
 

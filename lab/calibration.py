@@ -29,23 +29,21 @@ from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, objective_parameters, parse_objective
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.calibration.bound_noise import (
+    LEAST_GROUPS,
+    MODEL_ERROR,
+    SAMPLING_ERRORS,
     BoundCheck,
+    NoiseBySign,
     expected_dropped,
     expected_touched,
+    fit_by_sign,
+    group_error,
     measured_dropped,
     measured_touched,
     recommend_bounds,
     recommend_m2_threshold,
 )
 from offbeat.learner.calibration.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
-from offbeat.learner.calibration.noise_by_sign import (
-    LEAST_GROUPS,
-    MODEL_ERROR,
-    SAMPLING_ERRORS,
-    NoiseBySign,
-    fit_by_sign,
-    group_error,
-)
 from offbeat.learner.calibration.noise_floor import (
     NOISE_CLIP_SHARE,
     ClipBand,

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offbeat.common.errors import ServiceError, one_line
+from offbeat.common.formats import to_toml
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.common.setting_text import to_toml
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.run_summary import RunSettings, parse_settings, read_settings

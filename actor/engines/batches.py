@@ -1,8 +1,8 @@
 """Batches of completions of the transformers engine, stepped by the caller.
 
-A model that keeps keys and values alone has a paged cache, and transformers' continuous batching. Any other model has the caches
-that it makes itself: states, convolutions, windows, sinks. There, completions of one prompt that are added together are a batch:
-they begin with the same inputs and grow by a token in each step, so they are of one length and need no padding.
+A model that keeps keys and values alone has a paged cache, and transformers' continuous batching. Any other has the caches
+that it makes itself: states, convolutions, windows, sinks. There, completions of one prompt that are added together are a
+batch: they begin with the same inputs and grow by a token in each step, so they are of one length and need no padding.
 """
 
 import contextlib

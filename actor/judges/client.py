@@ -28,7 +28,7 @@ from offbeat.actor.rewards.failures import TRANSIENT_STATUS
 from offbeat.actor.rewards.retries import Failures, RateLimiter
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.setting_text import MASK
+from offbeat.common.formats import MASK
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.text import plain
 

@@ -4,7 +4,7 @@ import re
 from urllib.parse import urlsplit
 
 from offbeat.common.errors import SettingError
-from offbeat.common.setting_text import MASK
+from offbeat.common.formats import MASK
 from offbeat.common.settings.config import Config
 
 

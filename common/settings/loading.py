@@ -18,7 +18,7 @@ import msgspec.inspect as types
 from msgspec.structs import FieldInfo
 
 from offbeat.common.errors import SettingError, collect_errors
-from offbeat.common.setting_text import has_mask, masked, shown, to_toml
+from offbeat.common.formats import has_mask, masked, shown, to_toml
 from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config, TaskSection
 from offbeat.common.settings.corrections import CORRECTIONS, parse_corrections
@@ -90,7 +90,7 @@ def _load(data: dict[str, Any], overrides: Sequence[str]) -> Config:
 def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:
     """Return all settings as TOML that `load` reads back as the same config; leave out those that are None by default.
 
-    Secrets in tables are masked, unless the text is for a service and goes into a private file (`common.setting_text`).
+    Secrets in tables are masked, unless the text is for a service and goes into a private file (`common.formats`).
     """
     lines: list[str] = []
     for section_name in Config.__struct_fields__:

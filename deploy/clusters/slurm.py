@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.setting_text import write_private
+from offbeat.common.formats import write_private
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.deploy.clusters.pool import Instance, PoolError
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, leave_s, moving_settings, notice_s

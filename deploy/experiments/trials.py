@@ -18,9 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import write_private
 from offbeat.common.processes import files
 from offbeat.common.records.run_folder import decide_resume
-from offbeat.common.setting_text import write_private
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml

@@ -25,11 +25,11 @@ from typing import Any, Self
 import msgspec
 
 from offbeat.common.errors import RunError, ServiceError, SettingError
+from offbeat.common.formats import to_toml
 from offbeat.common.processes.shutdown import PARENT_VARIABLE
 from offbeat.common.records.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.records.run_folder import PROGRAM_LOGS, not_writable, read_run_config
 from offbeat.common.records.writer import ROWS_FILE
-from offbeat.common.setting_text import to_toml
 from offbeat.deploy.cli.arguments import QUICKSTART, load_config
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.deploy.operating.link import ask, open_link_to

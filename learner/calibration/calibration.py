@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.config import Config
-from offbeat.learner.calibration.bound_noise import BoundCheck
-from offbeat.learner.calibration.noise_by_sign import NoiseBySign, independent_completions
+from offbeat.learner.calibration.bound_noise import BoundCheck, NoiseBySign, independent_completions
 from offbeat.learner.calibration.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.message_parts import EngineInfo, ModelHashes

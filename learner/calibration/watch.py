@@ -11,6 +11,7 @@ from offbeat.common.settings.corrections import parse_corrections, write_correct
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.objectives import defaults_of, objective_parameters, parse_objective
 from offbeat.learner.calibration.bound_noise import (
+    allowed_difference,
     expected_dropped,
     expected_touched,
     recommend_bounds,
@@ -24,7 +25,6 @@ from offbeat.learner.calibration.calibration import (
     engine_numerics,
     learner_numerics,
 )
-from offbeat.learner.calibration.noise_by_sign import allowed_difference
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.common.settings.objectives import Aggregation
-from offbeat.learner.calibration.noise_by_sign import NoiseBySign
+from offbeat.learner.calibration.bound_noise import NoiseBySign
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.bands import ClipBand

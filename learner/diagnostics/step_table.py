@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.learner.calibration.noise_by_sign import NoiseBySign
+from offbeat.learner.calibration.bound_noise import NoiseBySign
 from offbeat.learner.diagnostics.batch_metrics import EngineNoise, Metrics, group_metrics, loss_metrics
 from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, TURN_BUCKETS, Broken, Column, turn_buckets
 from offbeat.learner.leases.groups import Group

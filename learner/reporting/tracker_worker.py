@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from offbeat.common.formats import without_logins
 from offbeat.common.processes.child import join_parent
 from offbeat.common.records.rows import FinalRow, OtherRow, decode_row
-from offbeat.common.setting_text import without_logins
 from offbeat.learner.reporting.trackers import OPEN, Opening, OpenTracker, Tracker
 from offbeat.protocols.text import plain
 

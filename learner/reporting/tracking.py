@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from offbeat.common.formats import masked, to_toml, without_logins
 from offbeat.common.records.row_process import RowProcess
 from offbeat.common.records.rows import EvalRow, EventRow, FinalRow, Recorder, Row, SampleRow, StepRow
 from offbeat.common.records.run_folder import PROGRAM_LOGS
-from offbeat.common.setting_text import masked, to_toml, without_logins
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_value
 from offbeat.learner.reporting.tracker_worker import TrackerHealth

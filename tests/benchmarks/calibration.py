@@ -34,7 +34,7 @@ from offbeat.common.settings.loading import load
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
 from offbeat.deploy.local.quickstart.tiny_tasks import Reversal
 from offbeat.lab.calibration import HALF_WIDTH, load_groups
-from offbeat.learner.calibration.noise_by_sign import (
+from offbeat.learner.calibration.bound_noise import (
     NoiseBySign,
     allowed_difference,
     fit_by_sign,

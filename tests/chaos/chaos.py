@@ -22,12 +22,12 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
+from offbeat.common.formats import write_private
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.common.setting_text import write_private
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.common.user_code.environment_function import load_environment

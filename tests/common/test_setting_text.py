@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.setting_text import MASK, is_secret, masked, write_private
+from offbeat.common.formats import MASK, is_secret, masked, write_private
 from offbeat.common.settings.loading import load, refuse_masked, resolved_toml, setting_text
 
 OPTIONS = 'actor.engine_options={hf_token = "hf_real", max_num_batched_tokens = 512, deep = {api_key = "real too"}}'

@@ -5,14 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from offbeat.learner.calibration.bound_noise import expected_touched, measured_touched
-from offbeat.learner.calibration.noise_by_sign import (
+from offbeat.learner.calibration.bound_noise import (
     LEAST_GROUPS,
     NoiseBySign,
     allowed_difference,
+    expected_touched,
     fit_by_sign,
     group_error,
     independent_completions,
+    measured_touched,
 )
 from offbeat.learner.calibration.noise_floor import Differences, fit
 from offbeat.learner.objectives.bands import ClipBand

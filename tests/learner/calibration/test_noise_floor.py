@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from offbeat.learner.calibration.noise_by_sign import NoiseBySign
+from offbeat.learner.calibration.bound_noise import NoiseBySign
 from offbeat.learner.calibration.noise_floor import (
     NOISE_CLIP_SHARE,
     PROBABILITIES,
