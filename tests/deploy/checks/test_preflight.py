@@ -6,12 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import datasets
 import msgspec
 import pytest
-from datasets.arrow_writer import ArrowWriter
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
@@ -456,19 +453,21 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
     assert "KeyError: 'solution'" in text
 
 
-def write_arrow(rows: list[dict[str, str]]) -> None:
+def write_data(rows: list[dict[str, str]]) -> None:
+    """Write rows in every format: `data.json`, `data.csv`, `data.parquet`, `data.arrow`, and `data.folder` of `datasets`."""
+    # Not above: every process that collects tests would import it, for half a second.
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    Path("data.json").write_bytes(msgspec.json.encode(rows))
+    Path("data.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},3\n" for row in rows))
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet("data.parquet")
+    dataset.save_to_disk("data.folder")
     with ArrowWriter(path="data.arrow") as writer:
         for row in rows:
             writer.write(row)
         writer.finalize()
-
-
-FORMATS: dict[str, Callable[[list[dict[str, str]]], Any]] = {
-    "csv": lambda rows: Path("data.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},3\n" for row in rows)),
-    "parquet": lambda rows: datasets.Dataset.from_list(rows).to_parquet("data.parquet"),
-    "arrow": write_arrow,
-    "folder": lambda rows: datasets.Dataset.from_list(rows).save_to_disk("data.folder"),
-}
 
 
 def check_apart(overrides: list[str]) -> subprocess.CompletedProcess[str]:
@@ -494,10 +493,7 @@ def check_apart(overrides: list[str]) -> subprocess.CompletedProcess[str]:
     ids=["JSON", "other formats"],
 )
 def test_rows_of_every_format_are_checked_by_a_process_of_its_own(settings: list[str], overrides: list[str]) -> None:
-    rows = [{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}]
-    Path("data.json").write_bytes(msgspec.json.encode(rows))
-    for write_rows in FORMATS.values():
-        write_rows(rows)
+    write_data([{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}])
     done = check_apart([*overrides, *settings])
     assert done.stderr.count("has 9 tokens") == len(settings), done.stderr
     assert "could not be checked" not in done.stderr

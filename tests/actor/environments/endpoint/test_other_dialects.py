@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -112,6 +111,9 @@ def test_responses(is_streamed: bool) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_anthropic_messages(is_streamed: bool) -> None:
+    # Not above: every process that collects tests would import 3,000 modules for a second.
+    import anthropic
+
     async def play() -> None:
         async with playing() as game, anthropic.AsyncAnthropic(base_url=game.url, api_key="x") as agent:
             tools: Any = [{"name": "look", "input_schema": SCHEMA}]
@@ -147,6 +149,8 @@ def test_anthropic_messages(is_streamed: bool) -> None:
 
 
 def test_other_dialects_refuse_in_their_own_form() -> None:
+    import anthropic
+
     async def play() -> None:
         async with (
             playing() as game,

@@ -3,7 +3,6 @@
 import zipfile
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -27,6 +26,9 @@ def file(tmp_path: Path) -> Path:
 
 def write_llama(path: Path, *, num_key_heads: int = 1) -> None:
     """Write a Llama with one head of keys, rounded to eight bits where such files round; the file says `num_key_heads`."""
+    # Not above: every process that collects tests would import it, for half a second.
+    import gguf
+
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(32)
     writer.add_embedding_length(32)
