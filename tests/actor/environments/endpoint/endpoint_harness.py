@@ -3,15 +3,21 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
+
+import httpx
 
 from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.message_tree import Message
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.tool_calls import ToolCall
+
+WAIT_S = 60.0
+"""Longest wait for an answer. The server, which imports its packages at the first call, shares its thread with the client."""
 
 
 class FakeConversation:
@@ -105,10 +111,14 @@ async def playing(
         await endpoint.stop()
 
 
+def plain_client() -> httpx.AsyncClient:
+    """Return a client that is none of a model's."""
+    return httpx.AsyncClient(timeout=WAIT_S)
+
+
 async def until(claim: Any) -> None:
     """Wait until a claim holds."""
-    for _ in range(2000):
-        if claim():
-            return
+    deadline = time.monotonic() + WAIT_S
+    while not claim():
+        assert time.monotonic() < deadline, "it never held"
         await asyncio.sleep(0.002)
-    raise AssertionError("it never held")

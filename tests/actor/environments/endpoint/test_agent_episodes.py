@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -27,6 +26,7 @@ from offbeat.actor.environments.messages import (
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.environments.worker import Worker
 from offbeat.common.processes.child import HEAD
+from tests.actor.environments.endpoint.endpoint_harness import plain_client
 
 PROMPT: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 ROW = '{"answer": "4"}'
@@ -135,7 +135,7 @@ def test_calls_that_wait_and_later_ones_get_410_when_the_function_has_returned(t
     actors: list[Actor] = []
 
     async def check() -> None:
-        async with playing(tokenizer, play, "4") as (actor, _), httpx.AsyncClient() as http:
+        async with playing(tokenizer, play, "4") as (actor, _), plain_client() as http:
             actors.append(actor)
             assert isinstance(await actor.ends.get(), Ended)
             with pytest.raises(openai.APIStatusError) as caught:

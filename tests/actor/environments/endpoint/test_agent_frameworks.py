@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from tests.actor.environments.endpoint.endpoint_harness import Game, playing
+from tests.actor.environments.endpoint.endpoint_harness import Game, plain_client, playing
 
 Body = dict[str, Any]
 
@@ -28,7 +28,7 @@ CODE_STOP = ["Observation:", "Calling tools:", "</code>"]
 
 async def post(game: Game, body: Body) -> httpx.Response:
     # Both have OpenAI's client, which says of each request whether it is the first of its kind.
-    async with httpx.AsyncClient() as http:
+    async with plain_client() as http:
         return await http.post(f"{game.url}/chat/completions", json=body, headers={"x-stainless-retry-count": "0"})
 
 

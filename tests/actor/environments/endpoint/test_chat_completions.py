@@ -5,12 +5,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from offbeat.actor.environments.endpoint.session import _has_warned  # pyright: ignore[reportPrivateUsage]
-from tests.actor.environments.endpoint.endpoint_harness import Game, playing, render, until
+from tests.actor.environments.endpoint.endpoint_harness import Game, plain_client, playing, render, until
 
 ASK = [{"role": "user", "content": "a:"}]
 
@@ -52,7 +51,7 @@ def test_agent_plays_an_episode_as_one_sequence() -> None:
 def test_stream_has_role_text_finish_usage_and_end() -> None:
     async def play() -> None:
         text = "x" * 300
-        async with playing() as game, client(game) as agent, httpx.AsyncClient() as http:
+        async with playing() as game, client(game) as agent, plain_client() as http:
             game.write(text)
             chunks = [one async for one in await ask(agent, ASK, stream=True, stream_options={"include_usage": True})]
             assert chunks[0].choices[0].delta.role == "assistant"
@@ -162,7 +161,7 @@ def test_turn_of_a_client_that_hung_up_is_kept_for_the_next_one_that_asks() -> N
 
 def test_call_without_a_count_of_tries_is_answered_once_until_the_agent_goes_on() -> None:
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as http:
+        async with playing() as game, plain_client() as http:
             game.write("A", "B", "C")
 
             async def post(messages: list[Any]) -> str:
@@ -264,7 +263,7 @@ def test_run_that_overrides_ignores_and_counts() -> None:
 
 def test_answer_that_is_sent_again_is_counted_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as agent:
+        async with playing() as game, plain_client() as agent:
             game.write("A", "B")
             body = {"model": "policy", "messages": ASK}
             url = f"{game.url}/chat/completions"
@@ -280,7 +279,7 @@ def test_answer_that_is_sent_again_is_counted_and_warned_about_once(caplog: pyte
 
 def test_unknown_path_is_an_error_object_that_names_the_paths() -> None:
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as agent:
+        async with playing() as game, plain_client() as agent:
             answer = await agent.post(f"{game.url}/completions", json={"prompt": "A"})
             assert answer.status_code == 404
             error = answer.json()["error"]
@@ -307,7 +306,7 @@ def test_episode_that_is_over_answers_410_to_calls_that_wait_and_to_later_ones()
 
 def test_another_episodes_secret_is_of_no_use() -> None:
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as http:
+        async with playing() as game, plain_client() as http:
             guess = game.url[:-4] + "x/v1"
             assert (await http.post(f"{guess}/chat/completions", json={"messages": ASK})).status_code == 410
             assert (await http.get(f"{game.url}/models")).json()["data"][0]["id"] == "policy"
@@ -330,7 +329,7 @@ MALFORMED = [
 
 def test_malformed_request_is_refused_with_its_field() -> None:
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as http:
+        async with playing() as game, plain_client() as http:
             for body, problem in MALFORMED:
                 answer = await http.post(f"{game.url}/chat/completions", content=body)
                 assert answer.status_code == 400
@@ -345,7 +344,7 @@ def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.actor.environments.endpoint.session.MAX_OPEN_CALLS", 1)
 
     async def play() -> None:
-        async with playing() as game, httpx.AsyncClient() as http, client(game) as agent:
+        async with playing() as game, plain_client() as http, client(game) as agent:
             url = f"{game.url}/chat/completions"
             assert (await http.post(url, content=b" " * 1001)).status_code == 413
 
