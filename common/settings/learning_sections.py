@@ -187,7 +187,7 @@ class TrainSection(Section, frozen=True):
 
     num_steps: PositiveInt = 1000
     """Number of optimizer steps in the run."""
-    groups_per_step: PositiveInt = 32
+    groups_per_step: Annotated[int, Meta(ge=1, le=1 << 16)] = 32
     """Number of groups in one optimizer step, over all ranks and micro-batches."""
     steps_per_batch: PositiveInt = 1
     """Number of optimizer steps that the groups of one selection are split into."""

@@ -82,6 +82,7 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["run.dir="], ['run.dir = ""', "no folder"]),
         (["run.dir=runs/{tme}"], ["run.dir", "{tme} is not a placeholder", "{time}"]),
         (["train.deepspeed.optimiser={}"], ["train.deepspeed.optimiser", "no such option"]),
+        (["train.groups_per_step=100000000"], ["train.groups_per_step", "65536"]),
         (["train.deepspeed.train_batch_size=4"], ["train.deepspeed.train_batch_size = 4", "train.groups_per_step"]),
         (["train.deepspeed.fp16={enabled = true}"], ["train.deepspeed.fp16", "model.dtype"]),
         (["train.deepspeed.gradient_clipping=0.5"], ["train.deepspeed.gradient_clipping = 0.5", "train.max_grad_norm"]),
