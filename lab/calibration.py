@@ -50,6 +50,7 @@ from offbeat.learner.calibration.noise_floor import (
     Differences,
     describe,
     fit,
+    noise_by_probability,
     recommend_band,
 )
 from offbeat.learner.objectives.correction_rules import resolve_corrections
@@ -111,6 +112,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
         anchor=config.loss.anchor,
         floor=floor,
         summaries=describe(every, floor),
+        by_probability=noise_by_probability(every),
         checks=checks,
         recommended=recommended,
         positive=noise.positive,
@@ -265,6 +267,8 @@ def render_calibration(calibration: Calibration) -> RenderableType:
         f"log s = {floor.mean:.2e} + sqrt({floor.variance:.2e} + {floor.token_variance:.2e} / length) z, of a completion\n"
     )
     parts: list[RenderableType] = [head, _summary_table(calibration), ""]
+    if calibration.by_probability:
+        parts += [_probability_table(calibration), ""]
     if calibration.checks:
         parts += [_band_table(calibration), *doubts(calibration), ""]
     if calibration.bounds:
@@ -297,6 +301,16 @@ def _summary_table(calibration: Calibration) -> FittedTable:
             *(f"{value:.1e}" for value in (row.sequence_mean, row.sequence_std, row.expected_std)),
             f"{row.share_below:.0%}",
         )
+    return FittedTable(table)
+
+
+def _probability_table(calibration: Calibration) -> FittedTable:
+    table = _table("Noise by the probability p of the token; touched: beyond three standard deviations of all")
+    for name in ("p from", "tokens", "d std", "share of d²", "touched"):
+        table.add_column(name, justify="right")
+    for row in calibration.by_probability:
+        shares = (f"{row.share_of_tokens:.1%}", f"{row.token_std:.1e}", f"{row.share_of_noise:.1%}", f"{row.share_beyond:.2%}")
+        table.add_row(f"{row.least:g}", *shares)
     return FittedTable(table)
 
 

@@ -111,13 +111,7 @@ class VllmEngine:
         has_files = has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
-        arguments = _engine_arguments(model_path, own=own, options=options)
-        try:
-            config = arguments.create_engine_config(UsageContext.LLM_CLASS)
-        except (TypeError, ValueError) as error:
-            raise _refused_options(options, error) from error
-        if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
-            config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
+        config = _engine_config(model_path, own=own, options=options)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
         check_internals(self._engine)
         # The client of an engine that runs in this process.
@@ -377,7 +371,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _engine_arguments(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
+def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
     check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
@@ -391,14 +385,14 @@ def _engine_arguments(model_path: str, *, own: Mapping[str, Any], options: Mappi
         "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
     }
     try:
-        return EngineArgs(**arguments)
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     except (TypeError, ValueError) as error:
-        raise _refused_options(options, error) from error
-
-
-def _refused_options(options: Mapping[str, Any], error: Exception) -> SettingError:
-    problem = f"vLLM refuses the options ({one_line(error)})"
-    return SettingError("actor.engine_options", dict(options), problem, "Correct them, or remove the setting.")
+        problem = f"vLLM refuses the options ({one_line(error)})"
+        cure = "Correct them, or remove the setting."
+        raise SettingError("actor.engine_options", dict(options), problem, cure) from error
+    if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
+    return config
 
 
 def _cpu_kv_cache_bytes(config: VllmConfig) -> int:

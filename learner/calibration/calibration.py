@@ -13,7 +13,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.config import Config
 from offbeat.learner.calibration.bound_noise import BoundCheck, NoiseBySign, independent_completions
-from offbeat.learner.calibration.noise_floor import NoiseFloor, NoiseSummary
+from offbeat.learner.calibration.noise_floor import NoiseFloor, NoiseSummary, ProbabilityNoise
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 
@@ -84,6 +84,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     floor: NoiseFloor
     """Fitted to all groups."""
     summaries: list[NoiseSummary]
+    by_probability: list[ProbabilityNoise]
+    """The noise of tokens by the engine's probability of them."""
     checks: list[BandCheck]
     """Checks of the objective's own band, the configured one, and the narrowest above the noise, against engine log-probs at
     any `anchor`; empty for an objective that does not clip."""

@@ -45,6 +45,8 @@ class Differences(NamedTuple):
     """Advantage of every token in the objective, `[sum(lengths)]`."""
     groups: NDArray[np.int64]
     """Number of each completion's group, `[completions]`. Completions of a group share their prompt, and much of the noise."""
+    behavior: Floats = np.empty(0)
+    """The engine's log-prob of every token, `[sum(lengths)]`; empty where the noise alone is of interest."""
 
     @classmethod
     def join(cls, parts: Sequence["Differences"]) -> "Differences":
@@ -71,7 +73,10 @@ class Differences(NamedTuple):
     def take(self, chosen: NDArray[np.bool_]) -> "Differences":
         """Return the completions that are True in `chosen`, `[completions]`."""
         tokens = np.repeat(chosen, self.lengths)
-        return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens], self.groups[chosen])
+        behavior = self.behavior[tokens] if len(self.behavior) else self.behavior
+        return Differences(
+            self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens], self.groups[chosen], behavior
+        )
 
     def with_signal(self) -> "Differences":
         """Return the groups whose advantages are not all 0, which equal rewards make them."""
@@ -206,6 +211,47 @@ class NoiseSummary(NamedTuple):
     """The model's standard deviation of `log s` for their lengths."""
     share_below: float
     """Share of the completions with `log s < 0`."""
+
+
+class ProbabilityNoise(NamedTuple):
+    """The noise of the tokens that the engine sampled with a probability of some range."""
+
+    least: float
+    """Smallest probability of the range; its end is the next range's."""
+    share_of_tokens: float
+    token_std: float
+    share_of_noise: float
+    """Share of the sum of `d^2` over all tokens."""
+    share_beyond: float
+    """Share of the range's tokens that a band for all tokens, three standard deviations of `d` wide on each side, touches."""
+
+
+PROBABILITY_EDGES = (0.0, 0.1, 0.5, 0.9, 0.99)
+
+
+def noise_by_probability(differences: Differences) -> list[ProbabilityNoise]:
+    """Summarize the noise by the probability of the sampled token; ranges without tokens are left out.
+
+    Where a token was nearly certain, rounding moves its log-prob little; where it was one of many, much. A band for all tokens
+    is then narrow for the unlikely tokens and wide for the certain ones (arXiv 2607.22186 scales trust regions by entropy).
+    """
+    if not len(differences.behavior):
+        return []
+    places = np.searchsorted(PROBABILITY_EDGES, np.exp(differences.behavior), side="right") - 1
+    d = differences.log_ratios
+    beyond, squares = np.abs(d) > 3 * d.std(), np.square(d)
+    total = squares.sum() or 1.0
+    return [
+        ProbabilityNoise(
+            least=PROBABILITY_EDGES[place],
+            share_of_tokens=float(chosen.mean()),
+            token_std=float(d[chosen].std()),
+            share_of_noise=float(squares[chosen].sum() / total),
+            share_beyond=float(beyond[chosen].mean()),
+        )
+        for place in np.unique(places)
+        for chosen in [places == place]
+    ]
 
 
 def fit(differences: Differences) -> NoiseFloor:

@@ -168,13 +168,14 @@ class Trainer:
         rows, _ = self._preparation.make_rows(groups, self.policy_version, self._adaptive.rewards)
         for micro_batch, _, advantages, _ in self._prepare(rows):
             logprobs = self.networks.run(micro_batch.pack).logprobs
-            log_ratios = logprobs.double() - micro_batch.behavior_logprobs.double()
-            tokens.append(torch.stack([log_ratios, advantages.double()], dim=-1)[micro_batch.completion_mask])
+            behavior = micro_batch.behavior_logprobs.double()
+            log_ratios = logprobs.double() - behavior
+            tokens.append(torch.stack([log_ratios, advantages.double(), behavior], dim=-1)[micro_batch.completion_mask])
             completions.append(torch.stack([micro_batch.completion_mask.sum(dim=-1), micro_batch.groups], dim=-1))
         num_alike = self.networks.num_alike
-        log_ratios, advantages = gather_rows(torch.cat(tokens), num_alike=num_alike).unbind(dim=-1)
+        log_ratios, advantages, behavior = gather_rows(torch.cat(tokens), num_alike=num_alike).unbind(dim=-1)
         lengths, numbers = gather_rows(torch.cat(completions), num_alike=num_alike).unbind(dim=-1)
-        return Differences(lengths.numpy(), log_ratios.numpy(), advantages.numpy(), numbers.numpy())
+        return Differences(lengths.numpy(), log_ratios.numpy(), advantages.numpy(), numbers.numpy(), behavior.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""

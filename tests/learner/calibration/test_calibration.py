@@ -42,6 +42,7 @@ def make_calibration(config: Config | None = None) -> Calibration:
         anchor="behavior",
         floor=floor,
         summaries=describe(differences, floor),
+        by_probability=[],
         checks=[BandCheck("own", band, 0.1, 0.11, 0.01, 0.2, 0.21, 0.05, 0.06)],
         recommended=band,
         positive=fit(sample(50, seed=1)),

@@ -16,6 +16,7 @@ from offbeat.learner.calibration.noise_floor import (
     NoiseFloor,
     describe,
     fit,
+    noise_by_probability,
     recommend_band,
 )
 
@@ -269,3 +270,21 @@ def test_any_completions_can_be_fitted_and_recommended_for(log_ratios: list[list
     below, above = floor.beyond(band, lengths)
     assert below.mean() <= NOISE_CLIP_SHARE + 1e-9
     assert above.mean() <= NOISE_CLIP_SHARE + 1e-9
+
+
+def test_noise_goes_by_the_probability_of_the_token_and_one_band_touches_the_unlikely_ones() -> None:
+    # 900 tokens that are nearly certain, with little noise, and 100 unlikely ones with a hundred times as much.
+    random = np.random.default_rng(0)
+    d = np.concatenate([random.normal(0, 1e-4, 900), random.normal(0, 1e-2, 100)])
+    behavior = np.log(np.concatenate([np.full(900, 0.995), np.full(100, 0.2)]))
+    differences = Differences(np.full(10, 100), d, np.ones(1000), np.arange(10), behavior)
+    unlikely, certain = noise_by_probability(differences)
+    assert (unlikely.least, certain.least) == (0.1, 0.99)
+    assert (unlikely.share_of_tokens, certain.share_of_tokens) == (0.1, 0.9)
+    assert unlikely.token_std == d[900:].std()
+    assert unlikely.share_of_noise == pytest.approx(np.square(d[900:]).sum() / np.square(d).sum())
+    assert unlikely.share_beyond == (np.abs(d[900:]) > 3 * d.std()).mean() > 0.05
+    assert certain.share_beyond == 0
+    # Half of the completions have the rest of them; without the engine's log-probs nothing is known.
+    assert [row.least for row in noise_by_probability(differences.take(np.arange(10) < 9))] == [0.99]
+    assert noise_by_probability(differences._replace(behavior=np.empty(0))) == []
