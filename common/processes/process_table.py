@@ -7,8 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import torch
-
 TRACKERS_S = 2.0
 """Seconds that the resource trackers of a killed group have to delete the semaphores and shared memory of the others."""
 _NUM_THREADS = 17
@@ -126,6 +124,9 @@ def processor_name(device_type: str, cpu_info: Path = Path("/proc/cpuinfo")) -> 
     Hypervisors may hide the model's name: family and model numbers are told, too.
     """
     if device_type == "cuda":
+        # Imported here: whoever lists processes needs no torch.
+        import torch
+
         return torch.cuda.get_device_name()
     try:
         lines = cpu_info.read_text(errors="replace").splitlines()

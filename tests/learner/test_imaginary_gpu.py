@@ -101,6 +101,7 @@ def networks_on_gpu(config: Config, folder: Path) -> Networks:
     networks.engine = networks.module
     networks._replay = RoutingReplay(networks.module.policy if config.loss.routing_replay != "off" else torch.nn.Module())
     networks._has_reference = bool(config.kl.loss_coef or config.kl.reward_coef)
+    networks.critic = None
     networks.reference = on_gpu(folder, dtype, value_head=False) if networks._has_reference else None
     return networks
 

@@ -142,7 +142,7 @@ def test_command_prints_what_it_stores_and_leaves_no_model(sampled: Sampled) -> 
         "quantization": "",
         "processor": processor_name("cpu"),
     }
-    assert sampled.output["recommended"] == [3e-4, 4e-4, True, False, None]
+    assert sampled.output["recommended"] == [3e-4, 4e-4, True, False, False, None]
     assert not (sampled.folder / "model").exists()
 
 
