@@ -305,8 +305,8 @@ def _summary_table(calibration: Calibration) -> FittedTable:
 
 
 def _probability_table(calibration: Calibration) -> FittedTable:
-    table = _table("Noise by the probability p of the token; touched: beyond three standard deviations of all")
-    for name in ("p from", "tokens", "d std", "share of d²", "touched"):
+    table = _table("Noise by probability p of the token")
+    for name in ("p from", "tokens", "d std", "share of d²", "beyond 3 std of all"):
         table.add_column(name, justify="right")
     for row in calibration.by_probability:
         shares = (f"{row.share_of_tokens:.1%}", f"{row.token_std:.1e}", f"{row.share_of_noise:.1%}", f"{row.share_beyond:.2%}")
