@@ -154,7 +154,7 @@ for folder, _, _ in os.walk("/"):
         print(folder)
 print("done")
 """
-    assert run_sync(code).stdout == "done\n"
+    assert run_sync(code, timeout_s=120).stdout == "done\n"
 
 
 def test_kernel_says_that_a_program_is_confined(box: Local) -> None:
