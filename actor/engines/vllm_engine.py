@@ -385,7 +385,8 @@ def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[
         "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
     }
     try:
-        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+        engine_arguments = EngineArgs(**arguments)
+        config = engine_arguments.create_engine_config(UsageContext.LLM_CLASS)
     except (TypeError, ValueError) as error:
         problem = f"vLLM refuses the options ({one_line(error)})"
         cure = "Correct them, or remove the setting."
