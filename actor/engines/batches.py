@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 
-from offbeat.actor.engines.engine import FinishedCompletion, check_options
+from offbeat.actor.engines.engine import BatchSettings, FinishedCompletion, check_options
 from offbeat.common.errors import SettingError
 from offbeat.common.models.routing import record_routing
 from offbeat.common.settings.library_options import RESERVED
@@ -67,31 +67,23 @@ class ExpertRecord:
 class PagedBatches:
     """Unfinished completions in transformers' manager, whose thread is never started; `step` does the work of that loop."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
-        seed: int,
-        options: Mapping[str, Any],
-        records_experts: bool,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, settings: BatchSettings) -> None:
         """Make the cache, and run the model once. `options` are of `ContinuousBatchingConfig`."""
-        if records_experts:
+        options = settings.options
+        if settings.records_experts:
             # A graph that is replayed runs none of the hooks that record.
             options = {**options, "use_cuda_graph": False}
-        config = _batching_config(model.device, max_model_len=max_model_len, seed=seed, options=options)
+        config = _batching_config(model.device, max_model_len=settings.max_model_len, seed=settings.seed, options=options)
         manager: ContinuousBatchingManager = model.init_continuous_batching(  # pyright: ignore[reportCallIssue]
             _generation_config(), config
         )
         manager.warmup()
         assert manager.batch_processor is not None
         self._model = model
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = list(settings.eos_token_ids)
         self._batches = manager.batch_processor
         self._outputs = manager.output_router.output_queue
-        self._experts: ExpertRecord | None = ExpertRecord(model) if records_experts else None
+        self._experts: ExpertRecord | None = ExpertRecord(model) if settings.records_experts else None
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
         for request_id in request_ids:
@@ -206,27 +198,18 @@ class _Batch:
 class OwnCaches:
     """Unfinished completions, a pass for each batch in every step."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
-        seed: int,
-        options: Mapping[str, Any],
-        records_experts: bool,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, settings: BatchSettings) -> None:
         """Make no cache yet: each batch has its own, from its first pass to its end."""
-        for name, value in options.items():
+        for name, value in settings.options.items():
             problem = f"{type(model).__name__} has no paged cache, which transformers' continuous batching needs"
             raise SettingError(f"actor.engine_options.{name}", value, problem, "Remove it.")
         self._model = model
-        self._eos_token_ids = set(eos_token_ids)
-        self._records_experts = records_experts
+        self._eos_token_ids = set(settings.eos_token_ids)
+        self._records_experts = settings.records_experts
         # Mamba has a name of its own for it.
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        self._random = torch.Generator(model.device).manual_seed(seed)
+        self._random = torch.Generator(model.device).manual_seed(settings.seed)
         self._batches: list[_Batch] = []
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:

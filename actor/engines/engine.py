@@ -147,6 +147,18 @@ class FinishedCompletion(NamedTuple):
     """See `Completion.experts`."""
 
 
+class BatchSettings(NamedTuple):
+    """The settings of `RunningCompletions`."""
+
+    eos_token_ids: Sequence[int]
+    max_model_len: int
+    seed: int
+    options: Mapping[str, Any]
+    """`actor.engine_options`."""
+    records_experts: bool
+    """Completions come with their experts."""
+
+
 class RunningCompletions(Protocol):
     """The unfinished completions of the transformers engine, with what its model keeps of them."""
 

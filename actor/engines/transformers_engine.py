@@ -17,6 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from offbeat.actor.engines.batches import OwnCaches, PagedBatches
 from offbeat.actor.engines.engine import (
+    BatchSettings,
     CacheUse,
     Completion,
     FinishedCompletion,
@@ -70,14 +71,8 @@ class TransformersEngine:
         nn.Module.to(self._model, device)
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
         make_batches = PagedBatches if _choose_attention(self._model) else OwnCaches
-        self._batches: RunningCompletions = make_batches(
-            self._model,
-            eos_token_ids=self._eos_token_ids,
-            max_model_len=max_model_len,
-            seed=seed,
-            options=options,
-            records_experts=records_experts,
-        )
+        settings = BatchSettings(self._eos_token_ids, max_model_len, seed, options, records_experts)
+        self._batches: RunningCompletions = make_batches(self._model, settings)
         if not has_files:
             _spoil(self._model)
         self._info = EngineInfo(

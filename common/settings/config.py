@@ -468,6 +468,11 @@ def actors_wanted(config: Config) -> int:
     return config.scale.actors or config.launch.num_actors
 
 
+def has_own_critic(config: Config) -> bool:
+    """Return whether the run has a critic whose network is not the policy's."""
+    return config.advantage.baseline == "critic" and config.critic.trunk == "own"
+
+
 def max_episode_tokens(config: Config) -> int:
     """Return the most tokens of an episode in all its sequences: those that a pass of the learner may have anyway."""
     return max(config.train.micro_batch_tokens, config.model.max_length)

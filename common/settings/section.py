@@ -1,4 +1,4 @@
-"""What a section of settings may hold: bounded values, and methods with their numbers, such as `token_tis(0.5, 2)`."""
+"""Values that a section of settings may hold: bounded numbers, and methods with their numbers, such as `token_tis(0.5, 2)`."""
 
 import ast
 import difflib

@@ -17,7 +17,7 @@ import psutil
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.records.run_folder import check_run_folder, locked
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.settings.library_options import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices import find_gpus
@@ -135,7 +135,7 @@ def check_folder(config: Config) -> Iterator[Finding]:
 
 def _check_checkpoints(config: Config, num_parameters: int, free_mb: int) -> Iterator[Finding]:
     """Note the disk that the run's checkpoints take; warn where there is less."""
-    num_models = 2 if config.advantage.baseline == "critic" and config.critic.trunk == "own" else 1
+    num_models = 2 if has_own_critic(config) else 1
     one_mb = checkpoints.BYTES_PER_PARAMETER * num_parameters * num_models >> 20
     # The best one is kept too, and an old one is deleted only after the new one is whole.
     most = config.train.keep_checkpoints + 2

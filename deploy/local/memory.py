@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import find_config
-from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.common.settings.config import Config, has_own_critic, max_episode_tokens
 from offbeat.deploy.local.devices import Gpu
 
 
@@ -148,7 +148,7 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
     # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
     optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
     gradients = _gradient_bytes(config, stage, num_trained, owned)
-    if config.advantage.baseline == "critic" and config.critic.trunk == "own":
+    if has_own_critic(config):
         # A second model under a second engine, all of it trained.
         whole = sizes.num_parameters / (ranks if stage else 1)
         weights += kept * dtype_bytes

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.common.models.routing import Routing, record_routing
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.critic import Critic
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
@@ -119,8 +119,13 @@ class Networks:
             check_policy(self.reference, config.model, place.device)
         self.critic: Critic | None = None
         """The critic with a trunk of its own, if the run has one."""
-        if config.advantage.baseline == "critic" and config.critic.trunk == "own":
+        if has_own_critic(config):
             self.critic = Critic(config, self.module.packing_obstacle)
+
+    @property
+    def engines(self) -> list[Any]:
+        """DeepSpeed's engines: the policy's, then that of a critic with a trunk of its own, if the run has one."""
+        return [self.engine] if self.critic is None else [self.engine, self.critic.engine]
 
     @property
     def policy(self) -> PreTrainedModel:

@@ -179,15 +179,11 @@ class Trainer:
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
-        described, critic = self._describe_checkpoint(), self.networks.critic
-        engine = None if critic is None else critic.engine
-        save_state(folder, self.networks.engine, described, self._adaptive, extra, rank=self.rank, critic=engine)
+        save_state(folder, self.networks.engines, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank)
 
     def load_checkpoint(self, folder: Path) -> bytes:
         """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
-        described, critic = self._describe_checkpoint(), self.networks.critic
-        engine = None if critic is None else critic.engine
-        loaded = load_state(folder, self.networks.engine, described, rank=self.rank, critic=engine)
+        loaded = load_state(folder, self.networks.engines, self._describe_checkpoint(), rank=self.rank)
         # A coefficient that does not adapt is a setting, which may have changed since.
         adapts = self._config.kl.target is not None
         kl_coefficient = loaded.adaptive.kl_coefficient if adapts else self._adaptive.kl_coefficient
@@ -212,9 +208,8 @@ class Trainer:
 
     def close(self) -> None:
         """Free the engines. The process group lives as long as the process."""
-        self.networks.engine.destroy()
-        if self.networks.critic is not None:
-            self.networks.critic.engine.destroy()
+        for engine in self.networks.engines:
+            engine.destroy()
 
     def _make_objective(self, loss: LossSection) -> Objective:
         return make_objective(loss, USUAL_NOISE if self._noise is None else self._noise.every.of_length)

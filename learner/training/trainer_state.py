@@ -33,7 +33,8 @@ from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optim
 from offbeat.learner.training import checkpoints
 
 WEIGHTS_FILE = "policy.safetensors"
-_CRITIC_FILE = "critic.safetensors"
+_ENGINES = ((WEIGHTS_FILE, "optimizer"), ("critic.safetensors", "critic"))
+"""For the policy's engine and the critic's: the file of its weights, and the name of its optimizer's state in a rank's file."""
 _META_FILE = "trainer.json"
 
 _ADAPTIVE_FILE = "adapted.json"
@@ -83,32 +84,24 @@ def read_version(folder: Path) -> int | None:
 
 
 def save_state(
-    folder: Path,
-    engine: Any,
-    meta: CheckpointMeta,
-    adaptive: AdaptiveState,
-    extra: bytes,
-    *,
-    rank: int,
-    critic: Any | None = None,
+    folder: Path, engines: Sequence[Any], meta: CheckpointMeta, adaptive: AdaptiveState, extra: bytes, *, rank: int
 ) -> None:
     """Write weights, optimizer, random state and the given values; a collective. `extra` counts on rank 0 only.
 
-    `critic` is the engine of a critic with a trunk of its own.
+    `engines`: `learner.policy.networks.Networks.engines`.
 
     `folder` appears at the end, and whole: see `learner.training.checkpoints`. Where one rank cannot write, every rank raises
     `CheckpointFailedError`, and nothing is left.
     """
     is_first = rank == 0
-    engines = {WEIGHTS_FILE: engine} if critic is None else {WEIGHTS_FILE: engine, _CRITIC_FILE: critic}
-    weights = {name: gather_weights(one.module, is_keeper=is_first) for name, one in engines.items()}
+    weights = [gather_weights(engine.module, is_keeper=is_first) for engine in engines]
 
     def write(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
-        tree = {"optimizer": optimizer_state(engine), "random": _read_random_state()}
-        write_tree(partial / _rank_file(rank), tree if critic is None else {**tree, "critic": optimizer_state(critic)})
+        optimizers = {part: optimizer_state(engine) for (_, part), engine in zip(_ENGINES, engines, strict=False)}
+        write_tree(partial / _rank_file(rank), {**optimizers, "random": _read_random_state()})
         if is_first:
-            for name, of_engine in weights.items():
+            for (name, _), of_engine in zip(_ENGINES, weights, strict=False):
                 write_tensors(partial / name, of_engine)
             checkpoints.write_extra(partial, extra)
             (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
@@ -143,20 +136,19 @@ def write_folder(folder: Path, write: Callable[[Path], None], publish: Callable[
         raise
 
 
-def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int, critic: Any | None = None) -> LoadedState:
+def load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int) -> LoadedState:
     """Restore weights, optimizer and random state, and return the rest; a collective.
 
-    `critic` is the engine of a critic with a trunk of its own.
-    Raises ValueError if the checkpoint differs from `expected` in anything but the version.
+    `engines`: as in `save_state`. Raises ValueError if the checkpoint differs from `expected` in anything but the version.
     """
     far = find_far_ranks(folder)
     with own_place(folder, far) as place:
         # Under ZeRO-3 the ranks' own parts are all the weights.
-        _hand_out(place, far, without={WEIGHTS_FILE, _CRITIC_FILE} if expected.zero_stage == 3 else set(), rank=rank)
-        return _load_state(place, engine, critic, expected, rank=rank)
+        _hand_out(place, far, without={name for name, _ in _ENGINES} if expected.zero_stage == 3 else set(), rank=rank)
+        return _load_state(place, engines, expected, rank=rank)
 
 
-def _load_state(folder: Path, engine: Any, critic: Any | None, expected: CheckpointMeta, *, rank: int) -> LoadedState:
+def _load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int) -> LoadedState:
     meta = msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta)
     expected = msgspec.structs.replace(expected, policy_version=meta.policy_version)
     if meta != expected:
@@ -165,12 +157,9 @@ def _load_state(folder: Path, engine: Any, critic: Any | None, expected: Checkpo
             "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
         )
     state = read_tree(folder / _rank_file(rank))
-    engines = [(engine, WEIGHTS_FILE, "optimizer")]
-    if critic is not None:
-        engines.append((critic, _CRITIC_FILE, "critic"))
     with muted_prints():
-        for one, name, part in engines:
-            restore_state(one, {} if meta.zero_stage == 3 else load_file(folder / name), state[part])
+        for (name, part), engine in zip(_ENGINES, engines, strict=False):
+            restore_state(engine, {} if meta.zero_stage == 3 else load_file(folder / name), state[part])
     _restore_random_state(state["random"])
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
     return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))

@@ -13,7 +13,7 @@ from tests.deploy.services import SERVICES_S, Services, free_port, write_config
 pytestmark = pytest.mark.timeout(SERVICES_S)
 
 OF_ITS_TIME = re.compile(r"^\S+Z (.* still checking .*\n)?|\d+\.\d+(?= of \S+ GiB are free)", re.MULTILINE)
-"""What differs between two runs of a command: the time of each line, lines about a check that takes long, free memory."""
+"""Parts of the output that differ between two runs of a command: times, lines about a check that takes long, free memory."""
 
 
 @pytest.mark.parametrize("arguments", [("check", "run.toml"), ("check", "run.toml", "train.num_step=3"), ("report", "nowhere")])
