@@ -11,7 +11,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,32 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 
-from offbeat.actor.engines.engine import BatchSettings, FinishedCompletion, check_options
+from offbeat.actor.engines.engine import check_options
 from offbeat.common.errors import SettingError
 from offbeat.common.models.routing import record_routing
 from offbeat.common.settings.library_options import RESERVED
+
+
+class FinishedCompletion(NamedTuple):
+    """A finished completion of either kind of batches."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    experts: NDArray[np.uint8] | None
+    """See `Completion.experts`."""
+
+
+class BatchSettings(NamedTuple):
+    """The settings of either kind of batches."""
+
+    eos_token_ids: Sequence[int]
+    max_model_len: int
+    seed: int
+    options: Mapping[str, Any]
+    """`actor.engine_options`."""
+    records_experts: bool
+    """Completions come with their experts."""
 
 
 class ExpertRecord:
@@ -86,6 +108,7 @@ class PagedBatches:
         self._experts: ExpertRecord | None = ExpertRecord(model) if settings.records_experts else None
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
+        """Queue a completion of the prompt for each id."""
         for request_id in request_ids:
             self._batches.scheduler.add_waiting_request(
                 RequestState(
@@ -100,6 +123,7 @@ class PagedBatches:
             )
 
     def step(self) -> list[FinishedCompletion]:
+        """Sample a token for the running completions; return those that finished."""
         batches = self._batches
         if not batches.prepare_next_batch():
             return []
@@ -118,6 +142,7 @@ class PagedBatches:
         return finished
 
     def remove(self, request_ids: Iterable[str]) -> int:
+        """Forget these completions; return the number of their tokens."""
         for request_id in request_ids:
             if self._experts is not None:
                 self._experts.take(request_id)
@@ -129,9 +154,11 @@ class PagedBatches:
         return num_tokens
 
     def num_tokens(self) -> dict[str, int]:
+        """Return the number of tokens sampled so far of every unfinished completion."""
         return {state.request_id: _num_tokens(state) for state in self._states()}
 
     def restart(self) -> None:
+        """Continue every running completion from a new pass over its prompt and tokens."""
         # They go before waiting requests, which are younger.
         scheduler = self._batches.scheduler
         for state in reversed(list(scheduler.active_requests.values())):
@@ -192,6 +219,7 @@ class _Batch:
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens sampled so far of each completion."""
         return len(self.token_ids[0])
 
 
@@ -213,11 +241,13 @@ class OwnCaches:
         self._batches: list[_Batch] = []
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
+        """Queue a completion of the prompt for each id."""
         empty: list[list[Any]] = [[[] for _ in request_ids] for _ in range(2)]
         batch = _Batch(list(request_ids), list(prompt), max_new_tokens, temperature, None, *empty)
         self._batches.append(batch)
 
     def step(self) -> list[FinishedCompletion]:
+        """Sample a token for the running completions; return those that finished."""
         finished: list[FinishedCompletion] = []
         for batch in self._batches:
             logits = self._next_logits(batch)
@@ -235,6 +265,7 @@ class OwnCaches:
         return finished
 
     def remove(self, request_ids: Iterable[str]) -> int:
+        """Forget these completions; return the number of their tokens."""
         gone = set(request_ids)
         num_tokens = 0
         for batch in self._batches:
@@ -245,9 +276,11 @@ class OwnCaches:
         return num_tokens
 
     def num_tokens(self) -> dict[str, int]:
+        """Return the number of tokens sampled so far of every unfinished completion."""
         return {request_id: batch.num_tokens for batch in self._batches for request_id in batch.request_ids}
 
     def restart(self) -> None:
+        """Continue every running completion from a new pass over its prompt and tokens."""
         for batch in self._batches:
             batch.cache = None
             batch.experts = []

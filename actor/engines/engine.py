@@ -137,52 +137,6 @@ class Engine(Protocol):
         ...
 
 
-class FinishedCompletion(NamedTuple):
-    """A finished completion of `RunningCompletions`."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    experts: NDArray[np.uint8] | None
-    """See `Completion.experts`."""
-
-
-class BatchSettings(NamedTuple):
-    """The settings of `RunningCompletions`."""
-
-    eos_token_ids: Sequence[int]
-    max_model_len: int
-    seed: int
-    options: Mapping[str, Any]
-    """`actor.engine_options`."""
-    records_experts: bool
-    """Completions come with their experts."""
-
-
-class RunningCompletions(Protocol):
-    """The unfinished completions of the transformers engine, with what its model keeps of them."""
-
-    def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
-        """Queue a completion of the prompt for each id."""
-        ...
-
-    def step(self) -> list[FinishedCompletion]:
-        """Sample a token for the running completions; return those that finished."""
-        ...
-
-    def remove(self, request_ids: Iterable[str]) -> int:
-        """Forget these completions; return the number of their tokens."""
-        ...
-
-    def num_tokens(self) -> dict[str, int]:
-        """Return the number of tokens sampled so far of every unfinished completion."""
-        ...
-
-    def restart(self) -> None:
-        """Continue every running completion from a new pass over its prompt and tokens."""
-        ...
-
-
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raise `ValueError` unless the prompt has a token and leaves room for one."""
     if not 0 < num_tokens < max_model_len:

@@ -1,7 +1,7 @@
 """The actor's engine on transformers: slower than vLLM, and nothing more to install.
 
-Models of plain attention run in continuous batches on a paged cache (`paged_batches.py`), all others on the caches that they
-make themselves (`own_caches.py`).
+Models of plain attention run in continuous batches on a paged cache (`PagedBatches`), all others on the caches that they make
+themselves (`OwnCaches`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +15,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from offbeat.actor.engines.batches import OwnCaches, PagedBatches
-from offbeat.actor.engines.engine import (
-    BatchSettings,
-    CacheUse,
-    Completion,
-    FinishedCompletion,
-    RunningCompletions,
-    Score,
-    check_prompt_length,
-)
+from offbeat.actor.engines.batches import BatchSettings, FinishedCompletion, OwnCaches, PagedBatches
+from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_prompt_length
 from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches
@@ -72,7 +64,7 @@ class TransformersEngine:
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
         make_batches = PagedBatches if _choose_attention(self._model) else OwnCaches
         settings = BatchSettings(self._eos_token_ids, max_model_len, seed, options, records_experts)
-        self._batches: RunningCompletions = make_batches(self._model, settings)
+        self._batches = make_batches(self._model, settings)
         if not has_files:
             _spoil(self._model)
         self._info = EngineInfo(

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.actor.weights.pull import PullError, UselessAnswerError, add_deltas, fetch_deltas, pull_weights
-from offbeat.common.weights.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, connect_store
+from offbeat.common.weights.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, connect_store
 from offbeat.common.weights.deltas import DeltaError, word_bytes
 from offbeat.common.weights.flat import WRONG_CHECKSUM, WeightBuffer, checksum
-from offbeat.common.weights.nccl_group import NcclGroup
+from offbeat.common.weights.nccl_group import NcclGroup, WeightGroup
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import TensorSpec, WeightPull, WeightsStaged, WeightUpdate
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -47,28 +47,6 @@ class Seat(NamedTuple):
     """Size of one broadcast."""
     timeout_s: float
     """Deadline for making the group, and for each bucket."""
-
-
-class WeightGroup(Protocol):
-    """The process group of one epoch. Close it after any error: a broken group stays broken."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def prepare(self) -> None:
-        """Do what a member can do before the others are there. Raise `CollectiveError` if that failed."""
-        ...
-
-    def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer into every member's, bucket by bucket.
-
-        Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give up the group; members blocked in it fail at once instead of at their time limit."""
-        ...
 
 
 def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TCPStore:
@@ -129,7 +107,7 @@ class Rendezvous:
 
 
 class GlooGroup:
-    """A gloo group: made with the first broadcast, in which all members meet."""
+    """A gloo group, made with the first broadcast, in which all members meet. Close it after any error: it stays broken."""
 
     def __init__(self, store: TCPStore, seat: Seat) -> None:
         self.epoch = seat.epoch
@@ -141,7 +119,10 @@ class GlooGroup:
         """Do nothing: a gloo group needs all of its members."""
 
     def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer into every member's, bucket by bucket."""
+        """Copy the learner's buffer into every member's, bucket by bucket.
+
+        Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0

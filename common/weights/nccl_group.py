@@ -32,7 +32,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.common.weights.collectives import CLOSE_S, CollectiveError, CollectiveLateError, Seat, connect_store, group_store
+from offbeat.common.weights.collectives import (
+    CLOSE_S,
+    CollectiveError,
+    CollectiveLateError,
+    GlooGroup,
+    Seat,
+    connect_store,
+    group_store,
+)
 from offbeat.common.weights.flat import Address, WeightBuffer, map_bytes, pin
 from offbeat.protocols.messages import NcclTransport
 
@@ -89,7 +97,7 @@ class NcclStart(NamedTuple):
 
 
 class NcclGroup:
-    """The NCCL process of one epoch."""
+    """The NCCL process of one epoch. Close it after any error: it stays broken."""
 
     def __init__(self, store: TCPStore, seat: Seat, gpu_index: int = 0, avoided: tuple[NcclTransport, ...] = ()) -> None:
         """Start the process; `prepare` waits for it. Raise `CollectiveError` if it cannot be started."""
@@ -113,7 +121,7 @@ class NcclGroup:
             self._is_up = True
 
     def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer into every member's, bucket by bucket."""
+        """As `GlooGroup.broadcast` does."""
         self.prepare()
         if not self._has_joined:
             beat()
@@ -154,6 +162,10 @@ class NcclGroup:
             raise CollectiveLateError(f"{what}: NCCL did not answer within {waited_s:.0f} s (weights.timeout_s)")
         if answer.error is not None:
             raise (CollectiveLateError if answer.is_late else CollectiveError)(f"{what}: {answer.error}")
+
+
+WeightGroup = GlooGroup | NcclGroup
+"""The process group of one epoch."""
 
 
 def gpu_uuid(gpu_index: int) -> str:

@@ -35,7 +35,7 @@ from offbeat.common.processes.environment import CPU_DEFAULTS, has_gpu, prepare_
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
 from offbeat.common.settings.config import Config
-from offbeat.deploy.local.starts import PROGRAM, FreshStarts, Process, ProcessStart, Starts
+from offbeat.deploy.local.starts import PROGRAM, FreshProcess, FreshStarts, ProcessStart
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ PR_SET_CHILD_SUBREAPER = 36
 """Option of Linux's prctl: orphans among this process's descendants become its children."""
 
 
-def choose_starts(config: Config) -> Starts:
+def choose_starts(config: Config) -> "Starts":
     """Return the way to start the services of a run on this machine.
 
     Forks where no GPU is: CUDA does not survive a fork, and which GPU a process sees is read by its imports. Nor does it fork
@@ -85,10 +85,12 @@ class WarmStarts:
         """Requests whose process has not come."""
 
     def prepare(self) -> None:
+        """Begin what can be done before it is known which processes will start; do not wait for anything."""
         if self._socket is None:
             self._socket = self._launch()
 
-    def start(self, start: ProcessStart) -> Process:
+    def start(self, start: ProcessStart) -> "Process":
+        """Start a process; do not wait for anything."""
         if self._warm is not None and self._warm.poll() is not None:
             self._note_end(self._warm.returncode)
         if self._is_useless:
@@ -110,6 +112,7 @@ class WarmStarts:
         return ForkedProcess(gate, start, self)
 
     def close(self) -> None:
+        """End the warm process; the started ones go on."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -125,7 +128,7 @@ class WarmStarts:
         if not self._num_awaited:
             adopt_orphans(False)
 
-    def start_fresh(self, start: ProcessStart) -> Process:
+    def start_fresh(self, start: ProcessStart) -> FreshProcess:
         """Start what the warm process could not."""
         logger.warning(
             "%s could not be forked and starts normally; preloading ended with %r", start.arguments[0], self._last_line()
@@ -164,18 +167,19 @@ class WarmStarts:
 
 
 class ForkedProcess:
-    """A forked process; before the fork, and where it fails, whatever stands for it."""
+    """A forked process that leads its own process group; before the fork, and where it fails, whatever stands for it."""
 
     def __init__(self, gate: socket.socket, start: ProcessStart, starts: WarmStarts) -> None:
         self._gate = gate
         self._start = start
         self._starts = starts
         self._pid: int | None = None
-        self._fresh: Process | None = None
+        self._fresh: FreshProcess | None = None
         """The new interpreter that replaces a failed fork."""
         self._status: int | None = None
 
     def status(self) -> int | None:
+        """Return the exit status as `subprocess` gives it, None before the end."""
         self._meet()
         if self._fresh is not None:
             return self._fresh.status()
@@ -185,6 +189,7 @@ class ForkedProcess:
         return self._status
 
     def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal that services take as a request to end."""
         if self.status() is not None:
             return
         if self._fresh is not None:
@@ -195,6 +200,7 @@ class ForkedProcess:
             self._renounce()
 
     def kill(self) -> None:
+        """Kill the process and its children, also the children of a process that is dead already."""
         self._meet()
         if self._fresh is not None:
             self._fresh.kill()
@@ -230,6 +236,10 @@ class ForkedProcess:
             self._gate.close()
             self._status = 0
             self._starts.note_answer(is_forked=False)
+
+
+Process = FreshProcess | ForkedProcess
+Starts = FreshStarts | WarmStarts
 
 
 def adopt_orphans(is_wanted: bool) -> bool:

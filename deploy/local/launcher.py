@@ -30,8 +30,9 @@ from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.clusters.pool import Instance, needed
 from offbeat.deploy.local.ending import end_run
+from offbeat.deploy.local.forks import Process, Starts
 from offbeat.deploy.local.plan import DevicePlan, DeviceTurns
-from offbeat.deploy.local.starts import Process, ProcessStart, Starts
+from offbeat.deploy.local.starts import ProcessStart
 from offbeat.deploy.operating.link import StatusPoll
 from offbeat.protocols.messages import StatusReport
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PARENT_VARIABLE
@@ -30,40 +30,8 @@ class ProcessStart(NamedTuple):
         return {**self.environment, PARENT_VARIABLE: str(os.getpid()), LAUNCHED_VARIABLE: "1"}
 
 
-class Process(Protocol):
-    """A process that leads its own process group."""
-
-    def status(self) -> int | None:
-        """Return the exit status as `subprocess` gives it, None before the end."""
-        ...
-
-    def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal that services take as a request to end."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process and its children, also the children of a process that is dead already."""
-        ...
-
-
-class Starts(Protocol):
-    """A way to start processes."""
-
-    def prepare(self) -> None:
-        """Begin what can be done before it is known which processes will start; do not wait for anything."""
-        ...
-
-    def start(self, start: ProcessStart) -> Process:
-        """Start a process; do not wait for anything."""
-        ...
-
-    def close(self) -> None:
-        """End whatever helps to start processes; the started ones go on."""
-        ...
-
-
 class FreshProcess:
-    """A process that is a new interpreter."""
+    """A process that is a new interpreter, and leads its own process group."""
 
     def __init__(self, command: Sequence[str], start: ProcessStart) -> None:
         environment = {**os.environ, **start.all_variables()}
@@ -74,12 +42,15 @@ class FreshProcess:
             self._process = subprocess.Popen(command, env=environment, process_group=0, stdout=stream, stderr=subprocess.STDOUT)
 
     def status(self) -> int | None:
+        """Return the exit status as `subprocess` gives it, None before the end."""
         return self._process.poll()
 
     def ask_to_stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal that services take as a request to end."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
+        """Kill the process and its children, also the children of a process that is dead already."""
         processes.kill_group(self._process.pid)
         self._process.wait()
 
@@ -92,10 +63,11 @@ class FreshStarts:
         self._program = program
 
     def prepare(self) -> None:
-        pass
+        """Do nothing: a new interpreter needs no preparation."""
 
-    def start(self, start: ProcessStart) -> Process:
+    def start(self, start: ProcessStart) -> FreshProcess:
+        """Start a process; do not wait for anything."""
         return FreshProcess([*self._program, *start.arguments], start)
 
     def close(self) -> None:
-        pass
+        """Do nothing: the started processes go on."""

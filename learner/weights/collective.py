@@ -31,10 +31,9 @@ from offbeat.common.weights.collectives import (
     GlooGroup,
     Rendezvous,
     Seat,
-    WeightGroup,
     serve_store,
 )
-from offbeat.common.weights.nccl_group import NcclGroup
+from offbeat.common.weights.nccl_group import NcclGroup, WeightGroup
 from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.double_buffer import WeightSnapshot
 from offbeat.learner.weights.transport import Transport

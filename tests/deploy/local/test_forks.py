@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from offbeat.common.settings.config import Config
-from offbeat.deploy.local.forks import ForkedProcess, WarmStarts, adopt_orphans, choose_starts
-from offbeat.deploy.local.starts import FreshStarts, Process, ProcessStart
+from offbeat.deploy.local.forks import ForkedProcess, Process, WarmStarts, adopt_orphans, choose_starts
+from offbeat.deploy.local.starts import FreshStarts, ProcessStart
 from tests.deploy.services import SERVICES_S, free_port, write_config
 
 pytestmark = [

@@ -3,6 +3,7 @@
 import signal
 import threading
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from offbeat.common.records.run_folder import PROGRAM_LOGS
 from offbeat.common.settings.config import Config, HubSection, LaunchSection, RunSection
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local import launcher
+from offbeat.deploy.local.forks import Starts
 from offbeat.deploy.local.launcher import Launcher
 from offbeat.deploy.local.starts import ProcessStart
 from offbeat.deploy.operating.link import open_link_to
@@ -74,7 +76,7 @@ class Bench:
             launch=LaunchSection(num_actors=1, max_restarts=0),
         )
         self.starts = ListedStarts()
-        self.launcher = Launcher(config, StopRequest(), self.starts)
+        self.launcher = Launcher(config, StopRequest(), cast(Starts, self.starts))
         self.launcher._add_actor(0)
 
     def follow(self, wanted: int, *members: str) -> set[str]:
@@ -176,7 +178,7 @@ def test_run_gets_an_actor_more_and_one_less_while_it_trains_and_no_lease_is_los
             actor={"engine": "transformers", "engine_options": {}},
         )
         config, stop = load(Path(path)), StopRequest()
-        train = threading.Thread(target=Launcher(config, stop, WarmStarts(warm, tmp_path)).run)
+        train = threading.Thread(target=Launcher(config, stop, cast(Starts, WarmStarts(warm, tmp_path))).run)
         train.start()
         try:
             services.wait_for(lambda: bool(services.rows("run", "step")), "a step")
