@@ -51,7 +51,7 @@ def print_drift(run_folder: Path, *, as_json: bool) -> None:
 def drift_report(history: RunHistory) -> DriftReport:
     """Return the run's drift by policy lag and its bias report."""
     bias = length_bias.bias_report(ended_leases(history))
-    return DriftReport(history.drift_by_lag, history.drift_by_turn, bias, verdict(bias, history.ledger), history.ledger)
+    return DriftReport(history.drift_by_lag, history.drift_by_turn, bias, bias_verdict(bias, history.ledger), history.ledger)
 
 
 def ended_leases(history: RunHistory) -> list[length_bias.EndedLease]:
@@ -74,7 +74,7 @@ def _unfinished(row: EventRow) -> length_bias.EndedLease | None:
     return length_bias.EndedLease(row.lease_id, _UNFINISHED_OUTCOMES[row.event], reason, duration_s=duration_s)
 
 
-def verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[str]:
+def bias_verdict(report: length_bias.BiasReport, books: LedgerSums | None) -> list[str]:
     """Return the bias report in sentences: the alarm or the reason for its absence, then lateness and unknown leases."""
     trained = next(part.count for part in report.parts if part.name == "trained")
     if not trained:

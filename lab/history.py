@@ -178,6 +178,11 @@ class RunHistory:
         return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
 
     @property
+    def newest_evaluation(self) -> EvalRow | None:
+        """The evaluation of the newest version; None before the first."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else None
+
+    @property
     def groups_by_lag(self) -> dict[int, int]:
         """Trained groups by policy lag."""
         counts: Counter[int] = Counter()

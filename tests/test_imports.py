@@ -264,13 +264,16 @@ def imports_at_start(command: str) -> Iterator[str]:
     yield f"offbeat.deploy.cli.{panel.module}"
     for node in source(ROOT / "deploy" / "cli" / f"{panel.module}.py").body:
         if isinstance(node, ast.FunctionDef) and node.name == f"{command}_command":
-            first = itertools.takewhile(lambda each: isinstance(each, ast.ImportFrom), node.body[1:])
-            yield from (str(each.module) for each in first if isinstance(each, ast.ImportFrom))
+            for each in itertools.takewhile(lambda each: isinstance(each, ast.ImportFrom), node.body[1:]):
+                assert isinstance(each, ast.ImportFrom)
+                yield str(each.module)
+                modules = (f"{each.module}.{alias.name}" for alias in each.names)
+                yield from (name for name in modules if (ROOT / Path(*name.split(".")[1:])).with_suffix(".py").is_file())
 
 
 def test_quick_commands_start_without_torch() -> None:
     modules = {module for command in QUICK_COMMANDS for module in imports_at_start(command)}
-    assert {"offbeat.lab.audit", "offbeat.lab.replay", "offbeat.deploy.experiments.sweep_runs"} < modules
+    assert {"offbeat.lab.audit", "offbeat.lab.simulation.predict", "offbeat.deploy.experiments.sweep_runs"} < modules
     assert slow_imports(["offbeat.deploy.cli.main", *sorted(modules)]) == []
 
 

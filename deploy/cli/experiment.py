@@ -59,26 +59,18 @@ def simulate_command(
     """
     from offbeat.common.records.run_folder import CONFIG_FILE
     from offbeat.common.settings.config import actors_wanted
-    from offbeat.lab.simulation.predict import (
-        Given,
-        fitted_times,
-        given_times,
-        print_predictions,
-        print_scaled,
-        simulate,
-        simulate_scaled,
-    )
+    from offbeat.lab.simulation import predict
 
     runs = list(fitted or [])
     config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)
-    given = Given(completion_s, sigma, train_s, sync_s)
-    source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
+    given = predict.Given(completion_s, sigma, train_s, sync_s)
+    source = predict.fitted_times(config, runs, cores) if runs else predict.given_times(config, given, cores)
     numbers = split_numbers("--actors", actors, at_least=1) or [actors_wanted(config)]
     if scale == "auto":
-        run = simulate_scaled(config, source, num_actors=numbers[0], start_s=start_s, seconds=60 * minutes, seed=seed)
-        print_scaled(run, source, as_json=as_json)
+        run = predict.simulate_scaled(config, source, num_actors=numbers[0], start_s=start_s, seconds=60 * minutes, seed=seed)
+        predict.print_scaled(run, source, as_json=as_json)
         return
-    predictions = simulate(
+    predictions = predict.simulate(
         config,
         source,
         actors=numbers,
@@ -86,7 +78,7 @@ def simulate_command(
         seconds=60 * minutes,
         seed=seed,
     )
-    print_predictions(predictions, source, config, as_json=as_json)
+    predict.print_predictions(predictions, source, config, as_json=as_json)
 
 
 def replay_command(
@@ -150,12 +142,10 @@ def sweep_command(
     from offbeat.lab.sweep.sweep_report import write_sweep_report
 
     configure_logs("sweep")
-    if only_report:
-        if out is None:
-            raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
+    _check_parts(shard, jobs, out, as_job=as_job, only_report=only_report)
+    if only_report and out:
         typer.echo(write_sweep_report(out, difference, baseline or ()))
         return
-    _check_parts(shard, jobs, out, as_job=as_job)
     path, overrides = split_arguments(arguments)
     path = path or QUICKSTART
     plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)
@@ -163,27 +153,24 @@ def sweep_command(
     part, places = read_shard(shard), places_here(jobs)
     folder = out or Path(f"runs/sweep-{start_time()}")
     trials = make_trials(plan, path, overrides, folder)
-    if as_commands or as_job:
-        prepare(plan, trials, folder)
-        again = _same_command(arguments, varied, seeds, folder, difference, baseline, stop_hopeless=stop_hopeless)
-        typer.echo(render_job_array(trials, folder, again) if as_job else render_commands(part.of(trials), folder))
-        return
-    check_trials(part.of(trials), lambda config: look(expand(config), "train"))
+    mine = part.of(trials)
+    if not (as_commands or as_job):
+        check_trials(mine, lambda config: look(expand(config), "train"))
     prepare(plan, trials, folder)
-    status = run_sweep(
-        part.of(trials),
-        folder,
-        StopRequest().install(),
-        say=typer.echo,
-        write_report=partial(write_sweep_report, folder, difference, baseline or ()),
-        places=places,
-        stops_hopeless=stop_hopeless,
-    )
+    if as_commands or as_job:
+        again = _same_command(arguments, varied, seeds, folder, difference, baseline, stop_hopeless=stop_hopeless)
+        typer.echo(render_job_array(trials, folder, again) if as_job else render_commands(mine, folder))
+        return
+    write = partial(write_sweep_report, folder, difference, baseline or ())
+    stop = StopRequest().install()
+    status = run_sweep(mine, folder, stop, typer.echo, write, places=places, stops_hopeless=stop_hopeless)
     raise typer.Exit(status)
 
 
-def _check_parts(shard: str, jobs: int, out: Path | None, *, as_job: bool) -> None:
+def _check_parts(shard: str, jobs: int, out: Path | None, *, as_job: bool, only_report: bool) -> None:
     """Raise `SettingError` for parts of a sweep that would not be of one sweep, or of an array that has its own."""
+    if only_report and out is None:
+        raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
     if shard and out is None:
         raise SettingError("--shard", shard, "all parts need the same folder", "Name it: --out FOLDER.")
     if as_job and (shard or jobs > 1):

@@ -96,7 +96,7 @@ def read_report(run_folder: Path) -> page.Page:
 def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> page.Page:
     drift = drift_report(history)
     sections = (
-        health_section(history.events, history.first_time),
+        health_section(history.events, history.first_time, history.newest_evaluation),
         _learning(history, config),
         *evaluation_sections(history),
         _staleness(history, config),

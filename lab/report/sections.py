@@ -8,7 +8,7 @@ from offbeat.common.pages.page import Card, Folded, Grid, Mark, Missing, PageSec
 from offbeat.common.records.rows import EvalRow, EvalSampleRow, EventRow, SampleRow
 from offbeat.lab.history import RunHistory
 from offbeat.lab.samples import printable
-from offbeat.learner.diagnostics.health import PERHAPS_SOLVED, troubles
+from offbeat.learner.diagnostics.health import PERHAPS_SOLVED, is_solved, troubles
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten
 
 MAX_SAMPLES = 60
@@ -54,8 +54,13 @@ def _text(text: str) -> str:
     return printable(shorten(text, MAX_TEXT))
 
 
-def health_section(events: Iterable[EventRow], start: float | None) -> PageSection:
-    """Return the section with every health rule that held; `start` is the run's first time, in epoch seconds."""
+def health_section(events: Iterable[EventRow], start: float | None, evaluation: EvalRow | None) -> PageSection:
+    """Return the section with every health rule that held.
+
+    Args:
+        start: The run's first time, in epoch seconds.
+        evaluation: The run's newest evaluation: what some rules report is no trouble once the held-out prompts are solved.
+    """
     lead = "Signs that the run was dead, broken or waiting, and what to do about each. docs/health.md lists the rules."
     told = [event for event in events if event.event in ("health", "health_cleared", "run_started")]
     rows = [
@@ -72,12 +77,11 @@ def health_section(events: Iterable[EventRow], start: float | None) -> PageSecti
     if not rows:
         return PageSection("Health", lead, [Card([Sentence("No health rule reported a problem.", "good")])])
     left = troubles(told)
-    # Rewards that are all equal, and an entropy of 0, are no trouble once the held-out prompts are solved too.
-    is_solved = any(f"{PERHAPS_SOLVED} (" in detail for detail in left.values())
+    may_be_solved = is_solved(left, evaluation)
     verdict = f"These rules held at the end: {', '.join(left)}." if left else "Every problem had cleared by the end."
-    if is_solved:
+    if may_be_solved:
         verdict += f" {PERHAPS_SOLVED}."
-    tone = "" if is_solved else "bad" if left else "good"
+    tone = "" if may_be_solved else "bad" if left else "good"
     listing = Table(("After", "Version", "Rule", "", "Reason"), rows, 5)
     return PageSection("Health", lead, [Card([Sentence(verdict, tone), listing])])
 

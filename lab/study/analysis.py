@@ -270,7 +270,7 @@ CLAIMS = (
 )
 
 
-def find(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
+def compare_claim(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
     """Return the differences of the claim that have a seed on every side."""
     found: list[tuple[Contrast, Comparison]] = []
     for difference in claim.differences:
@@ -282,7 +282,7 @@ def find(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
     return [TestedContrast(*one, None if one[1].p_value is None else next(adjusted)) for one in found]
 
 
-def verdict(findings: Sequence[TestedContrast]) -> str:
+def claim_verdict(findings: Sequence[TestedContrast]) -> str:
     """Return the sentence that the intervals allow."""
     signs = [finding.sign for finding in findings]
     above, below, num = signs.count(1), signs.count(-1), len(signs)

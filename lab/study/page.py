@@ -15,11 +15,11 @@ from offbeat.lab.study.analysis import (
     Condition,
     MethodResult,
     TestedContrast,
+    claim_verdict,
+    compare_claim,
     compare_methods,
     conditions,
-    find,
     signs_of_collapse,
-    verdict,
 )
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
@@ -161,8 +161,8 @@ def _method_line(result: MethodResult) -> tuple[str, ...]:
 
 def _claims(rows: Sequence[StudyRow]) -> str:
     """Return the claims with the verdicts that their intervals allow, and each difference."""
-    found = {claim.text: find(claim, rows) for claim in CLAIMS}
-    verdicts = _markdown(("claim", "verdict"), [(text, verdict(of_claim)) for text, of_claim in found.items()])
+    found = {claim.text: compare_claim(claim, rows) for claim in CLAIMS}
+    verdicts = _markdown(("claim", "verdict"), [(text, claim_verdict(of_claim)) for text, of_claim in found.items()])
     lines = [_finding_line(text, finding) for text, of_claim in found.items() for finding in of_claim]
     heads = ("claim", "difference", "seeds", f"mean ({PAIRED_CONFIDENCE:.0%})", "p (Holm)")
     text = (

@@ -56,7 +56,7 @@ class Health:
 
     def note_evaluation(self, evaluation: EvalRow) -> None:
         """Take the newest evaluation: some rules have another hint where the task is solved."""
-        self._solved_share = evaluation.pass_at.get("1", evaluation.reward or 0.0)
+        self._solved_share = solved_share(evaluation)
 
     def take(self, step: StepRow) -> list[EventRow]:
         """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
@@ -80,6 +80,18 @@ class Health:
         if rule.is_of_solved_tasks and self._solved_share >= SOLVED_SHARE:
             return f"{PERHAPS_SOLVED} (held-out {self._solved_share:.3f}). If not, use harder prompts."
         return rule.hint
+
+
+def solved_share(evaluation: EvalRow) -> float:
+    """Return the share of its prompts that an evaluation solves, or its reward where rewards are not 0 or 1."""
+    return evaluation.pass_at.get("1", evaluation.reward or 0.0)
+
+
+def is_solved(rules: Iterable[str], evaluation: EvalRow | None) -> bool:
+    """Return whether one of these rules holds only because the policy solves its task, by the newest evaluation."""
+    if evaluation is None or solved_share(evaluation) < SOLVED_SHARE:
+        return False
+    return any(rule.is_of_solved_tasks for rule in RULES if rule.name in set(rules))
 
 
 def troubles(events: Iterable[EventRow]) -> dict[str, str]:
