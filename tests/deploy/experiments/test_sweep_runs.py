@@ -350,7 +350,7 @@ def test_array_of_the_command_repeats_what_the_sweep_is(sweep: Sweep, monkeypatc
     told = shlex.split(command)
     assert told[:3] == ["exec", "offbeat", "sweep"]
     assert told[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/4"]
-    monkeypatch.setattr(sweep_runs, "run_sweep", lambda trials, folder, stop, **options: made.append((trials, options)) or 0)
+    monkeypatch.setattr(sweep_runs, "run_sweep", lambda trials, *others, **options: made.append((trials, options)) or 0)
     monkeypatch.setattr(preflight, "look", lambda config, command: None)
     made: list[tuple[Sequence[SweepTrial], dict[str, Any]]] = []
     again = [*told[3:-1], "2/4"]

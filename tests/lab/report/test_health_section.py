@@ -38,9 +38,8 @@ def test_trouble_that_was_cleared_is_listed_but_not_at_the_end() -> None:
 )
 def test_run_that_has_perhaps_solved_its_task_is_not_called_ill(rule: str, reward: float, expected: Sentence) -> None:
     event = EventRow(time=1060.0, event="health", detail="Little signal", rule=rule, policy_version=30)
-    (card,) = health_section(
-        [event], 1000.0, EvalRow(policy_version=30, reward=reward, length=4, num_completions=32, num_failed=0)
-    ).blocks
+    evaluation = EvalRow(policy_version=30, reward=reward, length=4, num_completions=32, num_failed=0)
+    (card,) = health_section([event], 1000.0, evaluation).blocks
     assert isinstance(card, Card)
     assert card.blocks[0] == expected
 
