@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import sweep_runs
 from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
 from offbeat.deploy.experiments.sweep_runs import MachinePart, render_commands, run_sweep
-from offbeat.deploy.experiments.trials import SweepTrial, render_job_array
+from offbeat.deploy.experiments.trials import render_job_array
 from offbeat.lab.sweep.plan import Hopeless, Plan, read_hopeless, read_plan
 from tests.deploy.experiments.sweeps import Sweep
 
@@ -350,13 +349,13 @@ def test_array_of_the_command_repeats_what_the_sweep_is(sweep: Sweep, monkeypatc
     told = shlex.split(command)
     assert told[:3] == ["exec", "offbeat", "sweep"]
     assert told[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/4"]
-    monkeypatch.setattr(sweep_runs, "run_sweep", lambda trials, *others, **options: made.append((trials, options)) or 0)
+    monkeypatch.setattr(sweep_runs, "run_sweep", lambda *arguments, **options: made.append((arguments, options)) or 0)
     monkeypatch.setattr(preflight, "look", lambda config, command: None)
-    made: list[tuple[Sequence[SweepTrial], dict[str, Any]]] = []
+    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     again = [*told[3:-1], "2/4"]
     assert CliRunner().invoke(make_app(), ["sweep", *again], catch_exceptions=False).exit_code == 0
-    ((trials, options),) = made
+    (((trials, *_, write_report), options),) = made
     assert [trial.name for trial in trials] == ["max_staleness=4/objective=gspo/seed=0"]
     assert trials[0].config.train.num_steps == 5
     assert options["stops_hopeless"]
-    assert options["write_report"].args == (Path("sweep"), 0.05, ["objective=gspo"])
+    assert write_report.args == (Path("sweep"), 0.05, ["objective=gspo"])
