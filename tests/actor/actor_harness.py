@@ -66,6 +66,8 @@ class FakeEngine:
         self.step_s = 0.0
         self.running: list[str] = []
         self.aborted: list[str] = []
+        self.submitted: dict[str, tuple[Sequence[int], Sampling]] = {}
+        self.cached_at: dict[str, int | None] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.routed_experts: NDArray[np.int32] | None = None
         self.logprob_offset = 0.0
@@ -84,6 +86,8 @@ class FakeEngine:
         cached_at: int | None = None,
     ) -> None:
         self.running += request_ids
+        self.submitted |= dict.fromkeys(request_ids, (prompt_token_ids, sampling))
+        self.cached_at |= dict.fromkeys(request_ids, cached_at)
 
     def step(self) -> list[Completion]:
         if self.is_held or not self.running:

@@ -1,6 +1,6 @@
 """Episodes become completions of exactly the tokens that were read and sampled; failures are played again or fail the lease."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.actor.engines.engine import CacheUse, Completion, Engine
+from offbeat.actor.engines.engine import Completion
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import (
     CancelEpisode,
@@ -30,26 +30,11 @@ from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.messages import Lease, Sampling
 from offbeat.protocols.payload import Segment, Turn
 from offbeat.protocols.wire import decode_from_actor, encode
+from tests.actor.actor_harness import FakeEngine
 from tests.trees import read_by_turns, trees_of_turns
 
 LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, max_retries=2)
 PROMPT = [1, 2]
-
-
-class FakeEngine:
-    def __init__(self) -> None:
-        self.submitted: dict[str, tuple[list[int], Sampling]] = {}
-        self.aborted: list[str] = []
-        self.num_loads = 3
-        self.cached_at: dict[str, int | None] = {}
-        self.cache_use = CacheUse(0, 0)
-
-    def submit(self, request_ids: list[str], prompt_token_ids: list[int], sampling: Sampling, *, cached_at: int | None) -> None:
-        self.submitted |= dict.fromkeys(request_ids, (prompt_token_ids, sampling))
-        self.cached_at |= dict.fromkeys(request_ids, cached_at)
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        self.aborted += request_ids
 
 
 class FakeWorkers:
@@ -93,8 +78,9 @@ class Game:
         self, group_size: int = 1, max_length: int = 100, max_episode_tokens: int = 200, *, keeps_kv: bool = True
     ) -> None:
         self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
+        self.engine.num_loads = 3
         self.episodes = Episodes(
-            cast(Engine, self.engine),
+            self.engine,
             cast(Workers, self.workers),
             LIMITS,
             max_length=max_length,
