@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -231,6 +232,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _fill_disk(scene, fault, generator)
         case "fill disk in checkpoint":
             return _fill_disk_in_checkpoint(scene, fault)
+        case "limit file size":
+            return _limit_file_size(scene, fault)
         case "doubt learner" | "scale":
             return _change_settings(scene, fault)
         case "jump clock":
@@ -396,6 +399,16 @@ def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committe
     scene.victims.pause(fault.duration_s)
     scene.disk.empty()
     return Committed(f"left {leave_bytes >> 10} KB free for {fault.duration_s:.1f} s")
+
+
+def _limit_file_size(scene: Scene, fault: Fault) -> Committed:
+    """Let no file of the learner grow for a while, as under `ulimit -f`; then files may be as large as before."""
+    victim = scene.victims.find("learner")
+    with contextlib.suppress(ProcessLookupError):
+        before = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        scene.victims.pause(fault.duration_s)
+        resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
+    return Committed(f"let no file of the learner grow for {fault.duration_s:.1f} s")
 
 
 def _take_judge_down(scene: Scene, fault: Fault) -> Committed:

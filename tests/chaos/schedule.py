@@ -20,6 +20,7 @@ Kind = Literal[
     "damage checkpoint",
     "fill disk",
     "fill disk in checkpoint",
+    "limit file size",
     "jump clock",
     "judge down",
     "doubt learner",
@@ -58,12 +59,13 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "packet loss": (3.0, 8.0),
     "fill disk": (3.0, 8.0),
     "fill disk in checkpoint": (1.0, 2.0),
+    "limit file size": (3.0, 8.0),
     "jump clock": (1.0, 5.0),
     "judge down": (3.0, 8.0),
     "descriptors gone": (3.0, 8.0),
     "tool down": (3.0, 8.0),
 }
-FILLING: tuple[Kind, ...] = ("fill disk", "fill disk in checkpoint")
+FILLING: tuple[Kind, ...] = ("fill disk", "fill disk in checkpoint", "limit file size")
 """Faults of the first half of a round: without room at its end, a run leaves no trained model and says so."""
 OF_ENVIRONMENTS: tuple[Kind, ...] = ("kill environment", "wedge tool", "leave daemon", "tool down")
 """Faults of runs with an environment."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -226,6 +227,19 @@ def test_disk_fills_up_for_a_while_and_goes_away(tmp_path: Path, scene: Scene) -
 def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: Path, scene: Scene) -> None:
     assert open_disk(tmp_path / "there is no such folder", 1 << 20) is None
     assert commit(fault("fill disk"), scene).detail is None
+
+
+def test_files_of_the_learner_do_not_grow_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = scene.victims.find("learner")
+
+    def limit() -> int:
+        return resource.prlimit(learner, resource.RLIMIT_FSIZE)[0]
+
+    limits = [limit()]
+    monkeypatch.setattr(scene.victims, "pause", lambda _: limits.append(limit()))
+    assert detail_of(commit(fault("limit file size"), scene)) == "let no file of the learner grow for 0.2 s"
+    assert [*limits, limit()] == [limits[0], 0, limits[0]]
+    assert limits[0] != 0
 
 
 class Echo:
