@@ -1,12 +1,13 @@
 """`offbeat samples`: the prompts and completions that a run was trained on, read from its rollout log."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
+from rich.tree import Tree
 
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import listed
@@ -16,9 +17,9 @@ from offbeat.common.records.run_folder import LOG, read_run_config
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config, environment_of
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
-from offbeat.learner.diagnostics.sample_rows import shorten, written
+from offbeat.learner.diagnostics.sample_rows import Decode, shorten, written
 from offbeat.learner.leases.events import Accepted
-from offbeat.learner.leases.groups import unpack
+from offbeat.learner.leases.groups import Rollout, unpack
 from offbeat.learner.leases.log_reading import Position, read_log, read_record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.protocols.payload import Segment
@@ -42,6 +43,20 @@ class SamplesRequest(NamedTuple):
     """Completions to show of each group: the best ones first; for the order `worst`, the worst ones first."""
 
 
+class SampledTurn(msgspec.Struct, frozen=True):
+    """One turn of an episode that branches."""
+
+    continues: int | None
+    """Index of the turn that it continues, -1 for the prompt, None for a turn that begins a new sequence."""
+    num_tokens: int
+    versions: tuple[int, ...]
+    """The policy versions that sampled it."""
+    text: str
+    """The added text, between ⟦ and ⟧, and after it what the model wrote."""
+    reward: float
+    """The reward that was given after the turn."""
+
+
 class SampledCompletion(msgspec.Struct, frozen=True):
     """One completion of a group."""
 
@@ -55,6 +70,8 @@ class SampledCompletion(msgspec.Struct, frozen=True):
     """The completion as the model wrote it, special tokens included."""
     versions: tuple[Segment, ...] = ()
     """The policy versions that sampled it, each with its first token."""
+    turns: tuple[SampledTurn, ...] = ()
+    """The turns of an episode with branches; empty where each turn continues the one before."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True):
@@ -124,8 +141,26 @@ def print_samples(console: Console, groups: Sequence[SampledGroup], *, full: boo
             ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
             scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
             console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}{_sampled_by(completion)}", style="bold"))
-            print_text(console, completion.text, limit)
+            if completion.turns:
+                console.print(_tree(completion.turns, limit))
+            else:
+                print_text(console, completion.text, limit)
         console.print()
+
+
+def _tree(turns: Sequence[SampledTurn], limit: int | None) -> Tree:
+    """Draw the turns of an episode below those that they continue."""
+    episode = Tree("", hide_root=True)
+    nodes = {-1: episode.add("the prompt")} if any(turn.continues == -1 for turn in turns) else {}
+    for index, turn in enumerate(turns):
+        versions = listed([str(version) for version in turn.versions])
+        sampled = f"{turn.num_tokens} token{'s' * (turn.num_tokens > 1)} by version{'s' * (len(turn.versions) > 1)} {versions}"
+        scored = f", reward {turn.reward:g}" if turn.reward else ""
+        label = Text(f"turn {index + 1}: {sampled}{scored}\n", style="bold")
+        label.append(printable(turn.text if limit is None else shorten(turn.text, limit)), style="not bold")
+        parent = episode.add("a new sequence") if turn.continues is None else nodes[turn.continues]
+        nodes[index] = parent.add(label)
+    return episode
 
 
 def _sampled_by(completion: SampledCompletion) -> str:
@@ -149,7 +184,7 @@ def print_text(console: Console, text: str, limit: int | None, style: str = "") 
     console.print(Text("\n".join(f"  {line}" for line in shown.split("\n"))), style=style, soft_wrap=True)
 
 
-def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[int, Prompt]]:
+def _open_texts(config: Config) -> tuple[Decode, dict[int, Prompt]]:
     """Return a function that decodes token ids, and the prompts by id; no prompts where the data cannot be read any more."""
     folder = resolve_model(config.model.path)
     if (folder / "tokenizer.json").is_file():
@@ -172,7 +207,7 @@ def _decoded(
     folder: Path,
     chosen: Sequence[LeaseHistory],
     positions: Mapping[int, Position],
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     prompts: Mapping[int, Prompt],
     request: SamplesRequest,
 ) -> Iterator[SampledGroup]:
@@ -192,6 +227,7 @@ def _decoded(
                 len(rollout.token_ids),
                 written(rollout, decode),
                 tuple(rollout.segments),
+                _branching_turns(rollout, decode),
             )
             for rollout in rollouts
         ]
@@ -208,6 +244,29 @@ def _decoded(
             prompt=None if prompt is None else decode(prompt.token_ids.tolist()),
             completions=tuple(completions[: request.num_completions]),
         )
+
+
+def _branching_turns(rollout: Rollout, decode: Decode) -> tuple[SampledTurn, ...]:
+    """Return the turns of an episode; none where each continues the one before, so that the text says everything."""
+    if all(turn.back == 1 for turn in rollout.turns):
+        return ()
+    turns: list[SampledTurn] = []
+    starts = [segment.first_token for segment in rollout.segments]
+    stretches = list(zip(rollout.segments, starts, [*starts[1:], len(rollout.token_ids)], strict=True))
+    start = 0
+    for index, (turn, context, sampled) in enumerate(rollout.pieces()):
+        end = start + turn.num_sampled
+        turns.append(
+            SampledTurn(
+                continues=index - turn.back if turn.back else None,
+                num_tokens=turn.num_sampled,
+                versions=tuple(segment.policy_version for segment, first, last in stretches if first < end and last > start),
+                text=(f"⟦{decode(context.tolist())}⟧" if len(context) else "") + decode(sampled.tolist()),
+                reward=turn.reward,
+            )
+        )
+        start = end
+    return tuple(turns)
 
 
 def read_evaluation_samples(run: Path, request: SamplesRequest) -> list[EvalSampleRow]:

@@ -27,7 +27,7 @@ from offbeat.learner.leases.events import Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.payload import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 from tests.learner.leases.event_makers import make_accepted, make_granted, make_trained
 
 LETTER_A = 8
@@ -87,6 +87,19 @@ class Run:
             prompt_hash=PROMPTS[lease_id % 4 if prompt_id is None else prompt_id].content_hash,
         )
         self.log.append(accepted, ids, np.zeros(5, np.float32))
+
+    def episode(self, lease_id: int, turns: tuple[Turn, ...], segments: tuple[Segment, ...]) -> None:
+        """Accept one episode whose model writes `a` only, and whose environment adds `0`."""
+        version = segments[0].policy_version
+        grant = {"epoch": 0, "actor": "a", "policy_version": version, "oldest_version": version}
+        self.log.append(make_granted(lease_id, prompt_id=lease_id % 4, **grant))
+        num_tokens = sum(turn.num_sampled for turn in turns)
+        meta = CompletionMeta(num_tokens=num_tokens, finish_reason="stop", reward=1.0, segments=segments, turns=turns)
+        content = PROMPTS[lease_id % 4].content_hash
+        accepted = make_accepted(lease_id, completions=(meta,), generate_s=0.1, policy_version=version, prompt_hash=content)
+        ids = np.full(num_tokens, LETTER_A, np.int32)
+        context = np.zeros(sum(turn.num_context for turn in turns), np.int32)
+        self.log.append(accepted, ids, np.zeros(num_tokens, np.float32), context)
 
 
 @pytest.fixture
@@ -177,6 +190,33 @@ def test_run_without_a_log_says_that_there_is_nothing_to_read(tmp_path: Path) ->
     (tmp_path / "config.toml").write_text(text.replace("[log]\nenabled = true", "[log]\nenabled = false"))
     with pytest.raises(SettingError, match=r"no rollout log, so there is nothing to read.*log.enabled=true"):
         read_samples(tmp_path, SamplesRequest())
+
+
+def test_episode_with_branches_is_drawn_as_a_tree_with_the_versions_of_each_turn(run: Run) -> None:
+    # Two answers to the first turn, and a sequence of its own.
+    turns = (Turn(0, 2), Turn(1, 1), Turn(0, 2, back=2, reward=0.5), Turn(1, 1, back=0))
+    run.episode(4, turns, segments=(Segment(2, 0), Segment(3, 4)))
+    run.log.append(trained(4, 4))
+    (group,) = read_samples(run.folder, SamplesRequest(step=5))
+    (completion,) = group.completions
+    assert [turn.continues for turn in completion.turns] == [-1, 0, 0, None]
+    assert [turn.versions for turn in completion.turns] == [(2,), (2,), (2, 3), (3,)]
+    console = Console(file=(text := io.StringIO()), width=100)
+    print_samples(console, [group])
+    drawn = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert drawn[drawn.index("the prompt") :] == [
+        "the prompt",
+        "└── turn 1: 2 tokens by version 2",
+        "    aa",
+        "    ├── turn 2: 1 token by version 2",
+        "    │   ⟦0⟧a",
+        "    └── turn 3: 2 tokens by versions 2 and 3, reward 0.5",
+        "        aa",
+        "a new sequence",
+        "└── turn 4: 1 token by version 3",
+        "    ⟦0⟧a",
+        "",
+    ]
 
 
 def test_step_that_was_not_trained_is_refused(run: Run) -> None:
