@@ -79,6 +79,23 @@ def test_k2_and_k3_masks_see_noise_that_cancels_in_the_mean():
     assert geometric_mask(log_rho, MASK, low=0.999, high=1.001).tolist() == [[1.0, 1.0, 1.0, 0.0]]
 
 
+def test_k3_mask_measures_the_direction_of_verl_and_not_that_of_areal():
+    """`seq_mean_k3` of verl, verl/trainer/ppo/rollout_corr_helper.py, has the mean of `rho - 1 - log rho`.
+
+    `kl_k3` of AReaL, areal/utils/functional/functional.py with `KLEstimator` in areal/utils/data.py, has that of
+    `1 / rho - 1 + log rho`, and what it keeps has the weight rho.
+    """
+    log_rho = 0.5 * torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(40, 6, dtype=torch.bool)
+    of_verl = [sum(math.exp(value) - 1 - value for value in row) / 6 <= 0.1 for row in log_rho.tolist()]
+    of_areal = [sum(math.exp(-value) - 1 + value for value in row) / 6 <= 0.1 for row in log_rho.tolist()]
+    assert k3_mask(log_rho, mask, high=0.1)[:, 0].bool().tolist() == of_verl != of_areal
+    assert k3_mask(-log_rho, mask, high=0.1)[:, 0].bool().tolist() == of_areal
+    assert 0 < sum(of_verl) < 40
+    weights = k3_mask(-log_rho, mask, high=0.1) * token_tis(log_rho, mask, low=0.0, high=20.0)
+    torch.testing.assert_close(weights, torch.tensor(of_areal)[:, None] * log_rho.exp())
+
+
 def test_icepop_keeps_the_ratio_inside_the_band_and_drops_it_outside():
     weights = icepop(log_of(0.49, 1.5, 5.1, 1.0), MASK, low=0.5, high=5.0)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 1.5, 0.0, 0.0]]))
