@@ -276,8 +276,8 @@ def m2po_cutoff(squared_log_ratios: Tensor, *, threshold: float) -> float:
     """Return the smallest `(log r)^2` to drop so that the mean of the kept ones is at most `threshold`; inf to drop none.
 
     `squared_log_ratios`: 1-D, the candidates of the whole global batch. The paper's loop drops the largest until the mean of
-    the others is within the threshold (0.04 there). The authors' code takes the bound at which the mean of
-    `min((log r)^2, bound)` is, and takes it for each micro-batch; AReaL averages over all tokens.
+    the others is within the threshold (0.04 there). The authors' code drops more: for each micro-batch it takes the bound at
+    which the mean of `min((log r)^2, bound)` over all candidates is within it; AReaL averages over all tokens.
     """
     ascending = squared_log_ratios.double().sort().values
     running_mean = ascending.cumsum(dim=0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
