@@ -89,7 +89,8 @@ class DataSection(Section, frozen=True):
     eval_split: str = "test"
     """Split of the evaluation folder or dataset; it is passed to a function. Ignored for a file."""
     prompt_field: str = "prompt"
-    """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `data.chat_template`."""
+    """Name of the field that holds the prompt in each row: text, a list of messages, or a request of OpenAI's Responses API,
+    such as NeMo Gym's `responses_create_params`. The last two need `data.chat_template`."""
     task_field: str = ""
     """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
     `reward_by_task/NAME`. Empty: no statistics per task."""
@@ -478,7 +479,7 @@ def max_episode_tokens(config: Config) -> int:
     return max(config.train.micro_batch_tokens, config.model.max_length)
 
 
-FRAMEWORKS = ("gymnasium", "openenv", "verifiers")
+FRAMEWORKS = ("gymnasium", "nemo_gym", "openenv", "verifiers")
 """Names before the colon of `task.environment` that stand for a framework."""
 
 

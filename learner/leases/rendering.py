@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jinja2
 import numpy as np
@@ -32,6 +32,8 @@ def render(row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase) 
     The text of a conversation is the content of its last message. Raises `SettingError` that names the row.
     """
     prompt = _field(row, "data.prompt_field", data.prompt_field)
+    if _is_request(prompt):
+        prompt = _messages_of(prompt)
     if isinstance(prompt, str):
         if not data.chat_template:
             return prompt, _tokenize(prompt, data, tokenizer, add_special_tokens=True)
@@ -46,6 +48,43 @@ def _field(row: DataRow, setting: str, name: str) -> Any:
         there = ", ".join(row.fields) or "none"
         raise SettingError(setting, name, f"{row.place} has no such field", f"Its fields are: {there}.")
     return row.fields[name]
+
+
+def _is_request(prompt: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a prompt is a request of OpenAI's Responses API, as rows of NeMo Gym hold it."""
+    return isinstance(prompt, dict) and "input" in prompt
+
+
+def _messages_of(request: dict[str, Any]) -> object:
+    """Return the messages of a request, as `actor/environments/endpoint/responses.py` reads them; other items as they are."""
+    given, instructions = request["input"], request.get("instructions")
+    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        return items
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    return [*first, *(_message_of(item) for item in items if item.get("type") != "reasoning")]
+
+
+def _message_of(item: dict[str, Any]) -> Message:
+    role, content = item.get("role"), item.get("content")
+    if item.get("type", "message") != "message":
+        return item
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    # Templates do not know OpenAI's newer name.
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of a request in the form of chat templates."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool["name"], "parameters": tool.get("parameters") or {}}
+            | ({"description": tool["description"]} if tool.get("description") else {}),
+        }
+        for tool in request.get("tools") or ()
+    ]
 
 
 def _conversation(prompt: object, row: DataRow, data: DataSection) -> list[Message]:
@@ -113,15 +152,18 @@ def _tokenize(
 
 
 def _template_arguments(row: DataRow, data: DataSection) -> dict[str, Any]:
-    """Return the settings' arguments of the template with the row's own over them."""
-    field = data.template_arguments_field
+    """Return the settings' arguments of the template with the row's own over them, and the tools of a request below both."""
+    prompt, field = row.fields.get(data.prompt_field), data.template_arguments_field
+    arguments = data.template_arguments
+    if _is_request(prompt) and (tools := _tools_of(prompt)):
+        arguments = {"tools": tools, **arguments}
     if not field:
-        return data.template_arguments
+        return arguments
     own = _field(row, "data.template_arguments_field", field)
     if not isinstance(own, dict | None):
         problem = f"in {row.place} it is of type {type(own).__name__}"
         raise SettingError("data.template_arguments_field", field, problem, "Choose a field that holds an object.")
-    return {**data.template_arguments, **(own or {})}
+    return {**arguments, **(own or {})}
 
 
 class Rendered(NamedTuple):

@@ -33,17 +33,26 @@ import os
 import sys
 import threading
 import traceback
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Iterator  # noqa: UP035, Python 3.9 reads it
 
-FRAMEWORKS = ("gymnasium", "openenv", "verifiers")
+FRAMEWORKS = ("gymnasium", "nemo_gym", "openenv", "verifiers")
 """Names before the colon that stand for a file beside this one, which plays the environments of that framework."""
 NUM_THREADS = 512
 """Plain functions that play at once."""
 _TRANSIENT_CLASSES = frozenset(
-    ["APIConnectionError", "ClientConnectionError", "NetworkError", "RewardUnavailable", "TimeoutException", "TransportError"]
+    [
+        "APIConnectionError",
+        "ClientConnectionError",
+        "IncompleteRead",
+        "NetworkError",
+        "RewardUnavailable",
+        "TimeoutException",
+        "TransportError",
+    ]
 )
 """Names of exceptions by which clients say that a service cannot be reached."""
 
@@ -71,13 +80,26 @@ class HostedChat:
 
         `fields` are further ones of the request, such as `max_tokens` or `tools`.
         """
-        body = json.dumps({"model": "policy", "messages": messages, **fields}).encode()
+        return self._post("chat/completions", {"model": "policy", "messages": messages, **fields})["choices"][0]["message"]
+
+    def respond(self, **fields: Any) -> dict[str, Any]:
+        """Return the model's next turn as a response of OpenAI's Responses API. It waits, as `ask` does.
+
+        `fields` are those of the request, such as `input` and `tools`.
+        """
+        return self._post("responses", {"model": "policy", **fields})
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
         # The counter says that this is no second try of an earlier request.
         headers = {"Content-Type": "application/json", "x-stainless-retry-count": "0"}
-        request = urllib.request.Request(self.url + "/chat/completions", body, headers)
+        request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request) as answer:
-            return json.load(answer)["choices"][0]["message"]
+        try:
+            with opener.open(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            error.msg = error.read().decode(errors="replace") or error.msg
+            raise
 
 
 class Messages:
@@ -171,6 +193,10 @@ def is_transient(error: BaseException) -> bool:
     """Return whether the same episode may succeed later: no connection, a time limit, HTTP 408, 425, 429 or 5xx."""
     if isinstance(error, (ConnectionError, TimeoutError, asyncio.TimeoutError)):
         return True
+    # urllib wraps the cause.
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, BaseException):
+        return is_transient(reason)
     status = next((getattr(error, name, None) for name in ("status_code", "status", "code") if hasattr(error, name)), None)
     if isinstance(status, int):
         return status in (408, 425, 429) or 500 <= status <= 599

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat.actor.environments.endpoint.responses import RESPONSES
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.data_rows import DataRow
@@ -37,6 +38,24 @@ def thinking(tiny_bpe_model: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_bpe_model)
     tokenizer.chat_template = THINKING
     return tokenizer
+
+
+REQUEST = {
+    "instructions": "Be short.",
+    "input": [
+        {"role": "developer", "content": "Use tools."},
+        {"role": "user", "content": [{"type": "input_text", "text": "6*"}, {"type": "input_text", "text": "7?"}]},
+        {"type": "reasoning", "id": "r1", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42", "annotations": []}]},
+        {"role": "user", "content": "And 6*8?"},
+    ],
+    "tools": [
+        {"type": "function", "name": "times", "description": "Multiply.", "parameters": {"type": "object"}, "strict": True},
+        {"type": "function", "name": "now", "parameters": None},
+    ],
+    "temperature": 1.0,
+}  # fmt: skip
+SEEN = "{{ messages | tojson }}{{ tools | tojson }}{% if add_generation_prompt %}!{% endif %}"
 
 
 def row(prompt: object, **fields: object) -> DataRow:
@@ -74,9 +93,33 @@ def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
     )
 
 
+def test_request_of_responses_is_rendered_as_the_endpoint_of_an_episode_reads_it(thinking: Any) -> None:
+    thinking.chat_template = SEEN
+    text, token_ids = render(row(REQUEST), CHAT, thinking)
+    call = RESPONSES.read(REQUEST)
+    own = thinking.apply_chat_template(
+        list(call.messages), tools=list(call.tools), tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert token_ids.tolist() == own
+    assert text == "And 6*8?"
+    assert [message["role"] for message in call.messages] == ["system", "system", "user", "assistant", "user"]
+
+
+def test_request_with_a_text_as_input_is_one_message_and_tools_of_the_settings_replace_its_own(thinking: Any) -> None:
+    assert thinking.decode(render(row({"input": "hi"}), CHAT, thinking)[1]) == "<user>hi<assistant>"
+    thinking.chat_template = SEEN
+    data = DataSection(chat_template=True, template_arguments={"tools": []})
+    assert thinking.decode(render(row({**REQUEST, "input": "hi"}), data, thinking)[1]).endswith("[]!")
+
+
 @pytest.mark.parametrize(
     ("prompt", "data", "problem"),
     [
+        ({"input": "hi"}, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
+        ({"input": []}, CHAT, "a list with other things than messages"),
+        ({"input": None}, CHAT, "it is of type NoneType"),
+        ({"input": [{"type": "function_call_output", "output": "7"}]}, CHAT, "a list with other things than messages"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, CHAT, "a list with other things than messages"),
         (CONVERSATION, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
         (CONVERSATION[:2], CHAT, "ends with a message of the assistant"),
         ([], CHAT, "a list with other things than messages"),
