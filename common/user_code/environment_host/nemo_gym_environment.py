@@ -107,7 +107,7 @@ class NemoGymEnvironment:
             chat.metric("turns", turn)
             outputs += response["output"]
             calls = [item for item in response["output"] if item["type"] == "function_call"]
-            if response["incomplete_details"] or not calls:
+            if not calls:
                 break
             for call in calls:
                 # Any other name would be a path of the server: /verify.

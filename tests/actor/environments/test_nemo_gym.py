@@ -23,7 +23,7 @@ TOOLS = [
     },
     {"type": "function", "name": "balance", "parameters": {"type": "object", "properties": {}}, "strict": True},
 ]
-ROW = {
+ROW: dict[str, Any] = {
     "responses_create_params": {"input": [{"role": "user", "content": "Deposit 2."}], "tools": TOOLS},
     "opening": 5,
     "expected": 7,
@@ -165,6 +165,12 @@ def test_components_of_a_reward_are_shown_and_not_added_to_it(bank: Bank) -> Non
     assert (end["reward"], end["metrics"]) == ({"reward": 3}, {"turns": 1.0, "format": 1.0, "right": 2.0})
 
 
+def test_more_numbers_than_a_reward_has_parts_are_cut(bank: Bank) -> None:
+    bank.answers["/verify"] = 200, {"reward": 1.0, **{f"part{number}": number for number in range(40)}}
+    end = end_of(bank, "yes")
+    assert reward_of({**end["reward"], **end["metrics"]}, {}).parts["part23"] == 23
+
+
 def test_each_episode_has_a_session_of_its_own(bank: Bank) -> None:
     turns = ['<call>deposit{"amount": 2}</call>', "done"]
     ends = asyncio.run(ends_of(bank, turns, turns))
@@ -229,6 +235,15 @@ def test_turns_that_no_longer_fit_are_verified_as_they_are(bank: Bank) -> None:
     end = end_of(bank, '<call>deposit{"amount": 2}</call>' + "." * 300, "never read")
     assert end["reward"] == {"reward": 1.0}, end
     assert end["metrics"]["turns"] == 1.0
+
+
+def test_turn_that_was_cut_is_the_last_and_verified_as_incomplete(bank: Bank) -> None:
+    turn = '<call>deposit{"amount": 2}</call>'
+    request = {**ROW["responses_create_params"], "max_output_tokens": len(turn) - 1, "stream": True}
+    end = end_of(bank, turn, "never read", row={**ROW, "responses_create_params": request})
+    assert (end["reward"], end["metrics"]["turns"]) == ({"reward": 0.0}, 1.0)
+    assert "/deposit" not in bank.requests
+    assert bank.verified[0]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_last_turn_of_max_turns_may_call_tools(bank: Bank) -> None:
