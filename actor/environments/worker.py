@@ -111,11 +111,11 @@ class Worker:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")
         # The user's code, which may also call `sys.exit` or raise an interrupt.
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
-            session = self._sessions.get(play.episode)
-            if session is not None and session.is_out_of_room:
-                # Agents wrap the refusal in errors of their own.
-                return self._ended(episode, None, is_out_of_room=True)
             failure = failure_of(error, file_of(self._function))
+            session = self._sessions.get(play.episode)
+            if session is not None and session.is_out_of_room and not failure.is_transient:
+                # Agents wrap the refusal in errors of their own. Services that are away have nothing to do with it.
+                return self._ended(episode, None, is_out_of_room=True)
             return Failed(
                 episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
             )

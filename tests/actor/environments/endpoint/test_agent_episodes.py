@@ -188,6 +188,24 @@ def test_agent_that_fails_for_want_of_room_has_its_rewards_so_far(tokenizer: Any
     asyncio.run(check())
 
 
+def test_service_that_is_away_after_the_last_turn_that_fitted_gives_no_reward(tokenizer: Any) -> None:
+    """The agent goes on without the turn, and its verifier is away: that is no reward of 0."""
+
+    async def play(chat: Any, row: Any) -> float:
+        first = await ask(chat, PROMPT)
+        with pytest.raises(openai.BadRequestError):
+            await ask(chat, [*PROMPT, first, {"role": "user", "content": "long " * 400}])
+        raise ConnectionError("the verifier is away")
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4") as (actor, _):
+            end = await actor.ends.get()
+            assert isinstance(end, Failed)
+            assert end.is_transient
+
+    asyncio.run(check())
+
+
 def test_agents_refused_field_fails_the_episode_with_its_cure_and_is_counted_when_overridden(tokenizer: Any) -> None:
     async def play(chat: Any, row: Any) -> float:
         await ask(chat, PROMPT, temperature=0.2)
