@@ -64,11 +64,15 @@ class NemoGymEnvironment:
     """The environment of one server."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Raise `ValueError` for a server that does not verify responses."""
+        """Raise `ValueError` where no server answers, and for one that does not verify responses."""
         self._url = str(arguments["url"]).rstrip("/")
         self._max_turns = int(arguments.get("max_turns", 50))
-        with urllib.request.urlopen(f"{self._url}/openapi.json", timeout=30) as answer:
-            missing = {"/seed_session", "/verify"} - json.load(answer)["paths"].keys()
+        try:
+            with urllib.request.urlopen(f"{self._url}/openapi.json", timeout=30) as answer:
+                missing = {"/seed_session", "/verify"} - json.load(answer)["paths"].keys()
+        except (OSError, ValueError, KeyError) as error:
+            cure = "start it, or correct environment.arguments"
+            raise ValueError(f"url = {self._url!r}: no resource server answers there ({error}): {cure}") from error
         if missing:
             raise ValueError(f"the server at {self._url} has no {' and no '.join(sorted(missing))}: it is for another agent")
 

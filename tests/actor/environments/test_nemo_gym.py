@@ -75,8 +75,8 @@ class BankHandler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
-        assert self.path == "/openapi.json"
-        self._send(200, {"paths": dict.fromkeys(self.bank.paths)})
+        is_known = self.path == "/openapi.json"
+        self._send(200 if is_known else 404, {"paths": dict.fromkeys(self.bank.paths)})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -265,5 +265,7 @@ def test_server_without_verification_and_rows_of_other_data_are_refused(bank: Ba
     bank.paths = ["/reset", "/step"]
     with pytest.raises(ValueError, match="has no /seed_session and no /verify"):
         host.load("nemo_gym:bank", {"url": bank.url})
+    with pytest.raises(ValueError, match=r"url = .*/elsewhere': no resource server answers there.*404.*correct"):
+        host.load("nemo_gym:bank", {"url": f"{bank.url}/elsewhere/"})
     with pytest.raises(ValueError, match=r"environment\.arguments has no url"):
         host.load("nemo_gym:bank", {})
