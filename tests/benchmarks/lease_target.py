@@ -1,24 +1,32 @@
-"""The cost and the gain of `staleness.target = "auto"`, simulated over speeds, bounds and spreads of length.
+"""The cost and the gain of `staleness.target = "auto"`, simulated over speeds, bounds and spreads of length, or in real runs.
 
-    python -m tests.benchmarks.lease_target     # half a minute
+    python -m tests.benchmarks.lease_target                                          # half a minute
+    python -m tests.benchmarks.lease_target live [CONFIG] [SETTING=VALUE ...]        # the quick start: 10 minutes
 
 Each row pairs a run whose leases fill the bound with one that follows the target: seconds per step and mean lag of both.
+Real runs take turns, a pair in each round, and count after their first fifth.
 """
 
+import sys
 from collections.abc import Sequence
+from statistics import mean
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from offbeat.common.records.rows import StepRow
 from offbeat.common.settings.config import StalenessSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.simulation import Fleet, SimulatedBatch, Simulation, Timings
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
+from tests.benchmarks.measuring import NUM_ROUNDS, print_table, run_offbeat, spread
 
 NUM_STEPS = 300
 GROUPS_PER_STEP = 8
 SEEDS = (0, 1)
+TIMEOUT_S = 1800.0
+"""Longest time of one real run."""
 
 
 class Outcome(NamedTuple):
@@ -30,6 +38,44 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
+    match sys.argv[1:]:
+        case []:
+            simulate_grid()
+        case ["live", *arguments]:
+            run_live(arguments)
+        case _:
+            sys.exit(__doc__)
+
+
+def run_live(arguments: Sequence[str]) -> None:
+    """Print seconds per step and mean lag of real runs with these arguments of `offbeat train`, under both targets."""
+    outcomes: dict[Literal["bound", "auto"], list[Outcome]] = {"bound": [], "auto": []}
+    for seed in range(NUM_ROUNDS):
+        for target, of_target in outcomes.items():
+            settings = (f"staleness.target={target}", f"run.seed={seed}")
+            run = run_offbeat(*arguments, *settings, timeout_s=TIMEOUT_S)
+            of_target.append(_live_outcome(run.of_kind(StepRow)))
+            print(f"seed {seed}, {target}: {of_target[-1]}", flush=True)
+    ratios = [young.step_s / full.step_s for full, young in zip(outcomes["bound"], outcomes["auto"], strict=True)]
+    print_table(
+        f"staleness.target: median (min–max) of {NUM_ROUNDS} rounds",
+        ("target", "s/step", "mean lag"),
+        [
+            [target, spread([one.step_s for one in of_target]), spread([one.lag for one in of_target])]
+            for target, of_target in outcomes.items()
+        ],
+    )
+    print(f"seconds per step, target over bound, by round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+
+
+def _live_outcome(steps: Sequence[StepRow]) -> Outcome:
+    steady = steps[len(steps) // 5 :]
+    step_s = (steady[-1].time - steady[0].time) / (len(steady) - 1)
+    return Outcome(step_s, mean(row.number("lag/mean") or 0.0 for row in steady))
+
+
+def simulate_grid() -> None:
     """Print a row for each point of the grid, then the worst ratio."""
     print("crowding  sigma  train_s  bound |  bound: s/step    lag |  target: s/step   lag | ratio")
     ratios: list[float] = []
