@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jinja2
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,23 +57,44 @@ def _is_request(prompt: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _messages_of(request: dict[str, Any]) -> object:
-    """Return the messages of a request, as `actor/environments/endpoint/responses.py` reads them; other items as they are."""
+    """Return the messages of a request, as `actor/environments/endpoint/responses.py` reads them; what is none as it is."""
     given, instructions = request["input"], request.get("instructions")
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return items
-    first = [{"role": "system", "content": instructions}] if instructions else []
-    return [*first, *(_message_of(item) for item in items if item.get("type") != "reasoning")]
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        match item:
+            case {"type": "reasoning"}:
+                pass
+            case {"type": "function_call", "call_id": call_id, "name": name, "arguments": str(arguments)}:
+                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": _decoded(arguments)}}
+                # The calls of one turn are one message.
+                continues = bool(messages) and messages[-1]["role"] == "assistant"
+                last = messages.pop() if continues else {"role": "assistant", "content": ""}
+                messages.append({**last, "tool_calls": [*last.get("tool_calls", ()), call]})
+            case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                messages.append({"role": "tool", "content": _joined(output), "tool_call_id": call_id})
+            case _:
+                # Templates do not know OpenAI's newer name.
+                role = "system" if item.get("role") == "developer" else item.get("role")
+                messages.append({"role": role, "content": _joined(item.get("content"))})
+    return messages
 
 
-def _message_of(item: dict[str, Any]) -> Message:
-    role, content = item.get("role"), item.get("content")
-    if item.get("type", "message") != "message":
-        return item
+def _decoded(arguments: str) -> object:
+    """Return the arguments of a call as an object, which templates write as JSON themselves; what is no JSON as it is."""
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+
+
+def _joined(content: object) -> object:
+    """Return the text of a list of text parts; anything else as it is."""
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
-    # Templates do not know OpenAI's newer name.
-    return {"role": "system" if role == "developer" else role, "content": content}
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def _tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.actor.environments.endpoint.responses import RESPONSES
+from offbeat.actor.environments.endpoint.session import for_template
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import DataSection
 from offbeat.learner.leases.data_rows import DataRow
@@ -40,14 +41,18 @@ def thinking(tiny_bpe_model: Path) -> Any:
     return tokenizer
 
 
-REQUEST = {
+REQUEST: dict[str, Any] = {
     "instructions": "Be short.",
     "input": [
         {"role": "developer", "content": "Use tools."},
         {"role": "user", "content": [{"type": "input_text", "text": "6*"}, {"type": "input_text", "text": "7?"}]},
         {"type": "reasoning", "id": "r1", "summary": []},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42", "annotations": []}]},
-        {"role": "user", "content": "And 6*8?"},
+        {"role": "user", "content": "And 6*8, 6*9?"},
+        {"type": "function_call", "call_id": "c1", "name": "times", "arguments": '{"a": 6,  "b": 8}', "id": "f1"},
+        {"type": "function_call", "call_id": "c2", "name": "times", "arguments": "6, 9"},
+        {"type": "function_call_output", "call_id": "c1", "output": "48"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no JSON"}]},
     ],
     "tools": [
         {"type": "function", "name": "times", "description": "Multiply.", "parameters": {"type": "object"}, "strict": True},
@@ -98,15 +103,22 @@ def test_request_of_responses_is_rendered_as_the_endpoint_of_an_episode_reads_it
     text, token_ids = render(row(REQUEST), CHAT, thinking)
     call = RESPONSES.read(REQUEST)
     own = thinking.apply_chat_template(
-        list(call.messages), tools=list(call.tools), tokenize=True, add_generation_prompt=True, return_dict=False
+        [for_template(message) for message in call.messages],
+        tools=list(call.tools),
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
     )
     assert token_ids.tolist() == own
-    assert text == "And 6*8?"
-    assert [message["role"] for message in call.messages] == ["system", "system", "user", "assistant", "user"]
+    assert text == "no JSON"
+    roles = ["system", "system", "user", "assistant", "user", "assistant", "tool", "tool"]
+    assert [message["role"] for message in call.messages] == roles
 
 
 def test_request_with_a_text_as_input_is_one_message_and_tools_of_the_settings_replace_its_own(thinking: Any) -> None:
     assert thinking.decode(render(row({"input": "hi"}), CHAT, thinking)[1]) == "<user>hi<assistant>"
+    called: list[dict[str, Any]] = [item for item in REQUEST["input"] if item.get("call_id") == "c1"]
+    assert thinking.decode(render(row({"input": called}), CHAT, thinking)[1]) == "<assistant><tool>48<assistant>"
     thinking.chat_template = SEEN
     data = DataSection(chat_template=True, template_arguments={"tools": []})
     assert thinking.decode(render(row({**REQUEST, "input": "hi"}), data, thinking)[1]).endswith("[]!")
@@ -118,7 +130,7 @@ def test_request_with_a_text_as_input_is_one_message_and_tools_of_the_settings_r
         ({"input": "hi"}, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
         ({"input": []}, CHAT, "a list with other things than messages"),
         ({"input": None}, CHAT, "it is of type NoneType"),
-        ({"input": [{"type": "function_call_output", "output": "7"}]}, CHAT, "a list with other things than messages"),
+        ({"input": [{"type": "item_reference", "id": "7"}]}, CHAT, "a list with other things than messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, CHAT, "a list with other things than messages"),
         (CONVERSATION, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
         (CONVERSATION[:2], CHAT, "ends with a message of the assistant"),
