@@ -28,21 +28,7 @@ from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, objective_parameters, parse_objective
 from offbeat.lab.terminal import FittedTable, stdout_console
-from offbeat.learner.calibration.bound_noise import (
-    LEAST_GROUPS,
-    MODEL_ERROR,
-    SAMPLING_ERRORS,
-    BoundCheck,
-    NoiseBySign,
-    expected_dropped,
-    expected_touched,
-    fit_by_sign,
-    group_error,
-    measured_dropped,
-    measured_touched,
-    recommend_bounds,
-    recommend_m2_threshold,
-)
+from offbeat.learner.calibration import bound_noise
 from offbeat.learner.calibration.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
 from offbeat.learner.calibration.noise_floor import (
     NOISE_CLIP_SHARE,
@@ -84,7 +70,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     """Fit the noise between `engine` and the learner that `config` makes, and check bands against it."""
     every = Differences.join(measured.halves)
     counted = counted_halves(config.loss, measured.halves)
-    of_run, noise = Differences.join(counted), fit_by_sign(every)
+    of_run, noise = Differences.join(counted), bound_noise.fit_by_sign(every)
     floor = noise.every
     loss = replace(config.loss, anchor="behavior")
     band = make_objective(loss).engine_band
@@ -134,44 +120,44 @@ def counted_halves(loss: LossSection, halves: Halves) -> Halves:
     return (first, second) if min(len(np.unique(half.groups)) for half in (first, second)) >= 2 else halves
 
 
-def check_bounds(loss: LossSection, halves: Halves) -> tuple[BoundCheck, ...]:
+def check_bounds(loss: LossSection, halves: Halves) -> tuple[bound_noise.BoundCheck, ...]:
     """Compare what each half predicts for the other with what is measured: for each correction, and for M2PO's threshold."""
     every, models = Differences.join(halves), cross_fit(*halves)
     floor = fit(every)
-    checks: list[BoundCheck] = []
+    checks: list[bound_noise.BoundCheck] = []
     for choice, rule in zip(parse_corrections(loss.correction), resolve_corrections(loss.correction), strict=True):
-        expected = [expected_touched(of_half, rule, other) for of_half, other in models]
-        recommended = recommend_bounds(floor, rule, every.lengths)
+        expected = [bound_noise.expected_touched(of_half, rule, other) for of_half, other in models]
+        recommended = bound_noise.recommend_bounds(floor, rule, every.lengths)
         checks.append(
-            BoundCheck(
+            bound_noise.BoundCheck(
                 setting="loss.correction",
                 value=write_corrections((choice,)),
                 predicted=float(np.concatenate(expected).mean()),
-                measured=float(measured_touched(every, rule).mean()),
+                measured=float(bound_noise.measured_touched(every, rule).mean()),
                 recommended=None if recommended is None else write_corrections((recommended,)),
             )
         )
     threshold = objective_parameters(loss.objective).get("m2_threshold")
     if threshold is not None and not loss.function:
-        needed = recommend_m2_threshold(floor, objective_parameters("m2po")["m2_threshold"])
+        needed = bound_noise.recommend_m2_threshold(floor, objective_parameters("m2po")["m2_threshold"])
         checks.append(
-            BoundCheck(
+            bound_noise.BoundCheck(
                 setting="loss.objective",
                 value=loss.objective,
-                predicted=float(np.mean([expected_dropped(of_half.every, threshold) for of_half, _ in models])),
-                measured=measured_dropped(every, threshold),
+                predicted=float(np.mean([bound_noise.expected_dropped(of_half.every, threshold) for of_half, _ in models])),
+                measured=bound_noise.measured_dropped(every, threshold),
                 recommended=f"m2po({needed:g})",
             )
         )
     return tuple(checks)
 
 
-def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseBySign, Differences], ...]:
+def cross_fit(first: Differences, second: Differences) -> tuple[tuple[bound_noise.NoiseBySign, Differences], ...]:
     """Return the noise floors fitted to each half, paired with the other half."""
-    return ((fit_by_sign(first), second), (fit_by_sign(second), first))
+    return ((bound_noise.fit_by_sign(first), second), (bound_noise.fit_by_sign(second), first))
 
 
-def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseBySign, Differences]]) -> BandCheck:
+def check_band(name: str, band: ClipBand, models: Sequence[tuple[bound_noise.NoiseBySign, Differences]]) -> BandCheck:
     """Compare the clipping that each model predicts for the completions beside it with the measured clipping.
 
     The completions of a group share their prompt and with it much of the noise, so the error of the measurement is taken
@@ -187,7 +173,7 @@ def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseBySign, Di
         band=band,
         predicted=float(np.concatenate(expected).mean()),
         measured=float(clipped.mean()),
-        measured_error=group_error(clipped, every),
+        measured_error=bound_noise.group_error(clipped, every),
         predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
         measured_below=float(measured_below.mean()),
         predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
@@ -345,11 +331,11 @@ def doubts(calibration: Calibration) -> list[str]:
         # Where nearly all completions are of one sign, they are all.
         if floor == calibration.floor and share < 1 - NOISE_CLIP_SHARE:
             found.append(
-                f"Fewer than {LEAST_GROUPS} groups have completions with {name}: their noise is taken to be that of all "
-                "completions. Sample more groups (--groups)."
+                f"Fewer than {bound_noise.LEAST_GROUPS} groups have completions with {name}: their noise is taken to be that "
+                "of all completions. Sample more groups (--groups)."
             )
     for check in calibration.checks:
-        if abs(check.predicted - check.measured) > SAMPLING_ERRORS * check.measured_error + MODEL_ERROR:
+        if abs(check.predicted - check.measured) > bound_noise.SAMPLING_ERRORS * check.measured_error + bound_noise.MODEL_ERROR:
             found.append(
                 f"Do not trust the prediction for the band {check.name}: it misses what was measured by "
                 f"{abs(check.predicted - check.measured):.1%}, more than sampling explains."

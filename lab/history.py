@@ -10,26 +10,7 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
-from offbeat.common.records.rows import (
-    ActorRow,
-    CanaryRow,
-    CommitRow,
-    EngineRow,
-    EpochRow,
-    EvalRow,
-    EvalSampleRow,
-    EventRow,
-    FinalRow,
-    GroupRow,
-    LedgerSums,
-    OtherRow,
-    PullRow,
-    RoutingRow,
-    Row,
-    SampleRow,
-    StepRow,
-    WeightsRow,
-)
+from offbeat.common.records import rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
 
 _END_OF_TIME = 4.1e9
@@ -110,9 +91,9 @@ class ActorHistory:
     """Times of its reports, in seconds since the epoch."""
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     """Tokens generated up to each of these times, added up over restarts."""
-    _last: ActorRow | None = None
+    _last: rows.ActorRow | None = None
 
-    def take(self, row: ActorRow) -> None:
+    def take(self, row: rows.ActorRow) -> None:
         """Add one report, whose counters grow until the actor restarts and counts from zero."""
         before = self._last
         if before is not None and row.num_generated_tokens < before.num_generated_tokens:
@@ -147,26 +128,26 @@ class RunHistory:
     num_rows: int = 0
     first_time: float | None = None
     last_time: float | None = None
-    steps: list[StepRow] = field(default_factory=list)
+    steps: list[rows.StepRow] = field(default_factory=list)
     """One row for each optimizer step. A step repeated after a resume is listed once, as last done."""
-    evaluations: dict[int, EvalRow] = field(default_factory=dict)
+    evaluations: dict[int, rows.EvalRow] = field(default_factory=dict)
     """Evaluations by policy version."""
-    evaluation_samples: dict[tuple[int, int], EvalSampleRow] = field(default_factory=dict)
+    evaluation_samples: dict[tuple[int, int], rows.EvalSampleRow] = field(default_factory=dict)
     """Samples of evaluations by policy version and prompt."""
-    publishes: list[WeightsRow] = field(default_factory=list)
-    commits: list[CommitRow] = field(default_factory=list)
-    canaries: list[CanaryRow] = field(default_factory=list)
-    events: list[EventRow] = field(default_factory=list)
+    publishes: list[rows.WeightsRow] = field(default_factory=list)
+    commits: list[rows.CommitRow] = field(default_factory=list)
+    canaries: list[rows.CanaryRow] = field(default_factory=list)
+    events: list[rows.EventRow] = field(default_factory=list)
     actors: dict[str, ActorHistory] = field(default_factory=dict)
     groups: dict[int, EndedGroup] = field(default_factory=dict)
     """Groups by lease id. A group trained on again after a resume is listed once."""
-    samples: list[SampleRow] = field(default_factory=list)
+    samples: list[rows.SampleRow] = field(default_factory=list)
     """Completions as text, by rising policy version."""
-    final: FinalRow | None = None
+    final: rows.FinalRow | None = None
     """The outcome; None while the run continues, and after the learner was killed."""
 
     @property
-    def ledger(self) -> LedgerSums | None:
+    def ledger(self) -> rows.LedgerSums | None:
         """The learner's own count of the leases; None until the run has ended."""
         return self.final.ledger if self.final else None
 
@@ -178,7 +159,7 @@ class RunHistory:
         return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
 
     @property
-    def newest_evaluation(self) -> EvalRow | None:
+    def newest_evaluation(self) -> rows.EvalRow | None:
         """The evaluation of the newest version; None before the first."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
@@ -237,13 +218,13 @@ class RunHistory:
         ]
 
 
-def fold_rows(rows: Iterable[Row | OtherRow]) -> RunHistory:
+def fold_rows(written: Iterable[rows.Row | rows.OtherRow]) -> RunHistory:
     """Return the history that a run's rows tell, in the order in which they were written.
 
     A row with an impossible time is left out. Of a damaged or unknown one only the time counts.
     """
     history = RunHistory()
-    for row in rows:
+    for row in written:
         if not 0 <= row.time < _END_OF_TIME:
             continue
         history.num_rows += 1
@@ -279,9 +260,9 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
     return [count / width for count in tokens]
 
 
-def _take(history: RunHistory, row: Row | OtherRow) -> None:
+def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
     match row:
-        case StepRow():
+        case rows.StepRow():
             # A run resumed from a checkpoint does the steps after it again.
             while history.steps and history.steps[-1].policy_version >= row.policy_version:
                 history.steps.pop()
@@ -289,33 +270,33 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
                 history.samples.pop()
             history.steps.append(row)
             history.final = None
-        case EvalRow():
+        case rows.EvalRow():
             history.evaluations[row.policy_version] = row
-        case EvalSampleRow():
+        case rows.EvalSampleRow():
             history.evaluation_samples[row.policy_version, row.prompt_id] = row
-        case GroupRow():
+        case rows.GroupRow():
             history.groups[row.lease_id] = _ended_group(row)
-        case SampleRow():
+        case rows.SampleRow():
             history.samples.append(row)
-        case ActorRow():
+        case rows.ActorRow():
             history.actors.setdefault(row.actor, ActorHistory(row.actor)).take(row)
-        case WeightsRow():
+        case rows.WeightsRow():
             history.publishes.append(row)
-        case CommitRow():
+        case rows.CommitRow():
             history.commits.append(row)
-        case CanaryRow():
+        case rows.CanaryRow():
             history.canaries.append(row)
-        case EventRow():
+        case rows.EventRow():
             history.events.append(row)
-        case FinalRow():
+        case rows.FinalRow():
             history.final = row
-        case EngineRow() | EpochRow() | PullRow() | RoutingRow() | OtherRow():
+        case rows.EngineRow() | rows.EpochRow() | rows.PullRow() | rows.RoutingRow() | rows.OtherRow():
             pass
         case _:
             assert_never(row)
 
 
-def _ended_group(row: GroupRow) -> EndedGroup:
+def _ended_group(row: rows.GroupRow) -> EndedGroup:
     rewards = [reward for reward in row.rewards if reward is not None]
     lease = EndedLease(
         lease_id=row.lease_id,
@@ -338,14 +319,14 @@ class _Weighted(NamedTuple):
     weight: float
 
 
-def _drift(bucket: str, steps: Iterable[StepRow]) -> LagDrift:
+def _drift(bucket: str, steps: Iterable[rows.StepRow]) -> LagDrift:
     prefix = f"by_lag/{bucket}/"
     counts = [(row, row.number(f"{prefix}count") or 0) for row in steps]
-    rows = [(row, count) for row, count in counts if 0 < count < _MOST_COMPLETIONS]
+    told = [(row, count) for row, count in counts if 0 < count < _MOST_COMPLETIONS]
 
     def weighted(name: str, *, per_token: bool = False) -> list[_Weighted]:
         values: list[_Weighted] = []
-        for row, count in rows:
+        for row, count in told:
             value = row.number(prefix + name)
             length = row.number(f"{prefix}length_mean") if per_token else 1.0
             if value is not None and length is not None:
@@ -360,7 +341,7 @@ def _drift(bucket: str, steps: Iterable[StepRow]) -> LagDrift:
     )
     return LagDrift(
         bucket,
-        count=int(sum(count for _, count in rows)),
+        count=int(sum(count for _, count in told)),
         log_ratio_mean=mean,
         log_ratio_std=None if within is None or between is None else math.sqrt(within + between),
         ess=_mean(weighted("ess_sequence")),
@@ -371,14 +352,14 @@ def _drift(bucket: str, steps: Iterable[StepRow]) -> LagDrift:
     )
 
 
-def _turn_drift(bucket: str, steps: Iterable[StepRow]) -> TurnDrift:
+def _turn_drift(bucket: str, steps: Iterable[rows.StepRow]) -> TurnDrift:
     prefix = f"by_turn/{bucket}/"
-    rows = [(row, row.number(f"{prefix}tokens") or 0) for row in steps]
+    counts = [(row, row.number(f"{prefix}tokens") or 0) for row in steps]
 
     def mean(name: str) -> float | None:
-        return _mean([_Weighted(value, tokens) for row, tokens in rows if (value := row.number(prefix + name)) is not None])
+        return _mean([_Weighted(value, tokens) for row, tokens in counts if (value := row.number(prefix + name)) is not None])
 
-    num_tokens = int(sum(tokens for _, tokens in rows))
+    num_tokens = int(sum(tokens for _, tokens in counts))
     return TurnDrift(bucket, num_tokens, mean("lag_mean"), mean("kl_behavior_policy_k3"))
 
 

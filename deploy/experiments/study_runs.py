@@ -22,19 +22,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.experiments.jobs import alone_in, run_jobs
-from offbeat.lab.study.trials import (
-    BASELINE,
-    OF_MIXTURES,
-    PROBE_FILE,
-    ProbeRow,
-    StudyRow,
-    StudyTrial,
-    append_row,
-    left_to_do,
-    methods,
-    read_lines,
-    read_rows,
-)
+from offbeat.lab.study import trials
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +32,7 @@ RUNS_PER_PROCESS = 20
 
 def run_study(
     base: Path,
-    trials: Sequence[StudyTrial],
+    planned: Sequence[trials.StudyTrial],
     folder: Path,
     file: Path,
     stop: StopRequest,
@@ -55,9 +43,9 @@ def run_study(
     """Run the trials that have no row in the folder, with new rows in the file; only say how many with no jobs."""
     from offbeat.deploy.experiments.study_tasks import TASKS
 
-    settings = {trial: (*TASKS[trial.task].settings, *methods()[trial.method]) for trial in trials}
-    rows = read_rows(folder)
-    todo = left_to_do(trials, rows, settings)
+    settings = {trial: (*TASKS[trial.task].settings, *trials.methods()[trial.method]) for trial in planned}
+    rows = trials.read_rows(folder)
+    todo = trials.left_to_do(planned, rows, settings)
     say(_plan_text(todo, rows))
     if num_jobs == 0:
         return
@@ -81,20 +69,20 @@ def run_probes(
     """Measure the gradients of those of the methods that have no row yet, one staleness after another."""
     from offbeat.deploy.experiments.study_tasks import TASKS
 
-    file = folder / PROBE_FILE
-    done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
+    file = folder / trials.PROBE_FILE
+    done = {(row.task, row.lag, row.seed, row.method) for row in trials.read_lines(file, trials.ProbeRow)}
     for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-        fitting = [method for method in chosen if TASKS[task].is_mixture or method not in OF_MIXTURES]
-        left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
+        fitting = [method for method in chosen if TASKS[task].is_mixture or method not in trials.OF_MIXTURES]
+        left = {method: trials.methods()[method] for method in fitting if (task, lag, seed, method) not in done}
         if not left:
             continue
         TASKS[task].make()
         for row in probe_lag(base, task, lag, seed, left):
-            append_row(file, row)
+            trials.append_row(file, row)
         say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
 
 
-def _plan_text(todo: Sequence[StudyTrial], rows: Sequence[StudyRow]) -> str:
+def _plan_text(todo: Sequence[trials.StudyTrial], rows: Sequence[trials.StudyRow]) -> str:
     """Return the number of runs left, and the CPU hours that those of the same task and lag have taken."""
     hours = 0.0
     unknown = 0
@@ -110,7 +98,7 @@ def _plan_text(todo: Sequence[StudyTrial], rows: Sequence[StudyRow]) -> str:
     return text + (f", without {unknown} runs of tasks that have none" if 0 < unknown < len(todo) else "")
 
 
-def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_path: str) -> Config:
+def make_config(base: Path, trial: trials.StudyTrial, settings: Sequence[str], model_path: str) -> Config:
     """Return the settings of a trial's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
     # The methods of the first rows have one band for all completions of a run; one that has another names it.
     config = load(base, ["loss.clip_by=run", *settings, f"run.seed={trial.seed}"])
@@ -122,7 +110,7 @@ def make_config(base: Path, trial: StudyTrial, settings: Sequence[str], model_pa
     return config
 
 
-def run_trial(base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+def run_trial(base: Path, trial: trials.StudyTrial, settings: tuple[str, ...]) -> trials.StudyRow:
     """Run a trial in this process, on one thread."""
     import torch
 
@@ -134,7 +122,7 @@ def run_trial(base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> Study
     config = make_config(base, trial, settings, TASKS[trial.task].model_path)
     prompts, held_out = _prompts(trial.task)
     result = run_exactly(config, prompts, held_out, lag=trial.lag, noise=trial.noise)
-    return StudyRow(
+    return trials.StudyRow(
         *trial,
         settings=settings,
         outcome=result.outcome,
@@ -145,7 +133,7 @@ def run_trial(base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> Study
     )
 
 
-def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[ProbeRow]:
+def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[trials.ProbeRow]:
     """Measure the gradients of every method at one staleness in this process, on one thread; see `lab.study.probe`."""
     import torch
 
@@ -155,18 +143,18 @@ def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, t
     torch.set_num_threads(1)
     configs = {
         method: make_config(
-            base, StudyTrial(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
+            base, trials.StudyTrial(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
         )
-        for method, settings in {BASELINE: methods()[BASELINE], **chosen}.items()
+        for method, settings in {trials.BASELINE: trials.methods()[trials.BASELINE], **chosen}.items()
     }
     prompts, _ = _prompts(task)
-    return probe(task, configs[BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
+    return probe(task, configs[trials.BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
 
 
 def run_trials(
     base: Path,
-    todo: Sequence[StudyTrial],
-    settings: Mapping[StudyTrial, tuple[str, ...]],
+    todo: Sequence[trials.StudyTrial],
+    settings: Mapping[trials.StudyTrial, tuple[str, ...]],
     file: Path,
     stop: StopRequest,
     *,
@@ -185,7 +173,7 @@ def run_trials(
         )
         for done in jobs:
             row = done.result
-            append_row(file, row)
+            trials.append_row(file, row)
             say(
                 f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
                 f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"

@@ -16,18 +16,7 @@ from offbeat.common.records.rows import LedgerSums
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.objectives import DEFAULTS
-from offbeat.lab.drift import (
-    COMPARISON_HEAD,
-    DRIFT_HEAD,
-    TURN_HEAD,
-    DriftReport,
-    comparison_rows,
-    drift_cells,
-    drift_report,
-    part_head,
-    part_rows,
-    turn_cells,
-)
+from offbeat.lab import drift
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.sections import (
@@ -94,17 +83,17 @@ def read_report(run_folder: Path) -> page.Page:
 
 
 def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> page.Page:
-    drift = drift_report(history)
+    report = drift.drift_report(history)
     sections = (
         health_section(history.events, history.first_time, history.newest_evaluation),
         _learning(history, config),
         *evaluation_sections(history),
         _staleness(history, config),
-        _drift(drift.by_lag, drift.by_turn),
+        _drift(report.by_lag, report.by_turn),
         samples_section(history.samples),
         *evaluation_samples_sections([row for _, row in sorted(history.evaluation_samples.items())]),
         _rollouts(history),
-        _bias(drift),
+        _bias(report),
         _weights(history),
         _ledger(history),
         _actors(history),
@@ -300,12 +289,14 @@ def _drift(lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> page.Page
         "Means over all completions of the run at that lag. The spread is that of all of them; the effective sample size (ESS) "
         "is the share of each step's completions that counts, averaged over the steps by their completions."
     )
-    tables = [page.Card([page.Table(DRIFT_HEAD, [drift_cells(line) for line in lines], 1), note], is_wide=True)]
+    tables = [page.Card([page.Table(drift.DRIFT_HEAD, [drift.drift_cells(line) for line in lines], 1), note], is_wide=True)]
     if by_turn:
         note = page.Caption(
             "Means over the sampled tokens of such turns: of their own lag, and of the KL estimate of engine and learner."
         )
-        tables.append(page.Card([page.Table(TURN_HEAD, [turn_cells(line) for line in by_turn], 1), note], is_wide=True))
+        tables.append(
+            page.Card([page.Table(drift.TURN_HEAD, [drift.turn_cells(line) for line in by_turn], 1), note], is_wide=True)
+        )
     plots = (
         staleness_plots.log_ratio_by_lag(lines),
         staleness_plots.clip_by_lag(lines),
@@ -331,13 +322,13 @@ def _weights(history: RunHistory) -> page.PageSection:
 # Bias
 
 
-def _bias(report: DriftReport) -> page.PageSection:
+def _bias(report: drift.DriftReport) -> page.PageSection:
     lead = "Did training leave out leases that differ from the others in length, duration or reward?"
     first, *others = report.verdict
     blocks: list[page.Block] = [page.Sentence(first, "bad" if report.bias.alarm else "good"), *map(page.Sentence, others)]
-    blocks.append(page.Table(part_head(report.bias), part_rows(report.bias, report.books), 1))
-    if tests := comparison_rows(report.bias):
-        blocks.append(page.Table(COMPARISON_HEAD, tests, 2))
+    blocks.append(page.Table(drift.part_head(report.bias), drift.part_rows(report.bias, report.books), 1))
+    if tests := drift.comparison_rows(report.bias):
+        blocks.append(page.Table(drift.COMPARISON_HEAD, tests, 2))
     note = page.Caption(
         "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
         "same time. Effect: rank-biserial correlation, from -1 to 1; "

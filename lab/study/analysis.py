@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.lab.study.trials import BASELINE, LEAST_WIDTH, Point, StudyRow
-from offbeat.lab.sweep.estimates import (
-    PAIRED_CONFIDENCE,
-    SIGNIFICANT,
-    AgainstBaseline,
-    Comparison,
-    Estimate,
-    compare_pairs,
-    compare_with_baseline,
-    estimate,
-    holm,
-)
+from offbeat.lab.sweep import estimates
 
 TARGET = 0.9
 """Held-out reward whose first evaluation is the time that a run took."""
@@ -44,7 +34,7 @@ class MethodResult:
 
     method: str
     num_seeds: int
-    reward: Estimate
+    reward: estimates.Estimate
     """Held-out reward of the last weights."""
     area: float
     """Mean of the held-out reward over the run's steps, mean over seeds: 1 for a run that was always right."""
@@ -52,7 +42,7 @@ class MethodResult:
     """Median over seeds of the steps to `TARGET`; None where half of the runs or more never reached it."""
     num_stopped: int
     """Runs that diverged or were stopped as hopeless."""
-    against_baseline: AgainstBaseline | None
+    against_baseline: estimates.AgainstBaseline | None
     """Final reward minus the baseline's of the same seed; None for the baseline, and where it has no run of any such seed."""
 
 
@@ -79,7 +69,7 @@ def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[Meth
         if Condition(row.task, row.noise, row.lag) == condition:
             by_method.setdefault(row.method, []).append(row)
     rewards = {method: {row.seed: row.final_reward for row in of_method} for method, of_method in by_method.items()}
-    compared = compare_with_baseline(rewards, BASELINE, least_width=LEAST_WIDTH)
+    compared = estimates.compare_with_baseline(rewards, BASELINE, least_width=LEAST_WIDTH)
     return [_result(method, of_method, compared.get(method)) for method, of_method in by_method.items()]
 
 
@@ -129,8 +119,8 @@ def signs_of_collapse(rows: Sequence[StudyRow]) -> list[Sign]:
     return [_sign(name, rows, badness) for name, badness in of_runs.items()]
 
 
-def _result(method: str, rows: Sequence[StudyRow], compared: AgainstBaseline | None) -> MethodResult:
-    reward = estimate([row.final_reward for row in rows], PAIRED_CONFIDENCE)
+def _result(method: str, rows: Sequence[StudyRow], compared: estimates.AgainstBaseline | None) -> MethodResult:
+    reward = estimates.estimate([row.final_reward for row in rows], estimates.PAIRED_CONFIDENCE)
     assert reward is not None, "a method has a row"
     reached = sorted(float("inf") if (steps := steps_to(row)) is None else steps for row in rows)
     median = statistics.median_high(reached)
@@ -203,7 +193,7 @@ class TestedContrast(NamedTuple):
     """One difference as measured."""
 
     difference: Contrast
-    compared: Comparison
+    compared: estimates.Comparison
     """The paired comparison. It has no interval if fewer than two seeds are in both, or all differences are equal."""
     adjusted_p: float | None
     """After Holm's correction for the claim's differences that have a p-value; None for the others."""
@@ -212,7 +202,7 @@ class TestedContrast(NamedTuple):
     def sign(self) -> int:
         """1 where the whole interval is above 0, -1 where it is below, and 0 where it holds 0 or there is none."""
         low, high = self.compared.low, self.compared.high
-        if low is None or high is None or self.adjusted_p is None or self.adjusted_p >= SIGNIFICANT:
+        if low is None or high is None or self.adjusted_p is None or self.adjusted_p >= estimates.SIGNIFICANT:
             return 0
         return (low > 0) - (high < 0)
 
@@ -272,13 +262,13 @@ CLAIMS = (
 
 def compare_claim(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
     """Return the differences of the claim that have a seed on every side."""
-    found: list[tuple[Contrast, Comparison]] = []
+    found: list[tuple[Contrast, estimates.Comparison]] = []
     for difference in claim.differences:
         compared = _compare(difference, rows)
         if compared is not None:
             found.append((difference, compared))
     tested = [compared.p_value for _, compared in found if compared.p_value is not None]
-    adjusted = iter(holm(tested))
+    adjusted = iter(estimates.holm(tested))
     return [TestedContrast(*one, None if one[1].p_value is None else next(adjusted)) for one in found]
 
 
@@ -298,14 +288,14 @@ def claim_verdict(findings: Sequence[TestedContrast]) -> str:
     return f"not as a rule: {', '.join(parts)}, {num - above - below} not told from 0"
 
 
-def _compare(difference: Contrast, rows: Sequence[StudyRow]) -> Comparison | None:
+def _compare(difference: Contrast, rows: Sequence[StudyRow]) -> estimates.Comparison | None:
     first, second = _rewards(difference.first, rows), _rewards(difference.second, rows)
     if difference.less is not None:
         more, less = (_rewards(side, rows) for side in difference.less)
         seeds = first.keys() & second.keys() & more.keys() & less.keys()
         first = {seed: first[seed] - second[seed] for seed in seeds}
         second = {seed: more[seed] - less[seed] for seed in seeds}
-    compared = compare_pairs(second, first)
+    compared = estimates.compare_pairs(second, first)
     return None if compared is None else compared.wider_than(LEAST_WIDTH)
 
 

@@ -7,20 +7,7 @@ from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.pages.page import render
-from offbeat.lab.study.analysis import (
-    CLAIMS,
-    EARLY,
-    FALL,
-    TARGET,
-    Condition,
-    MethodResult,
-    TestedContrast,
-    claim_verdict,
-    compare_claim,
-    compare_methods,
-    conditions,
-    signs_of_collapse,
-)
+from offbeat.lab.study import analysis
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
@@ -114,13 +101,13 @@ def _sections(rows: Sequence[StudyRow], folder: Path) -> list[str]:
         title = f"### `{task}`" + (f", noise {noise:g}" if noise else "")
         picture = f"![final reward by method and lag]({folder.name}/{_picture_name(task, noise)})"
         parts += [title, picture]
-        for condition in conditions(rows):
+        for condition in analysis.conditions(rows):
             if (condition.task, condition.noise) == (task, noise):
-                parts += [f"Lag {condition.lag}:", _method_table(compare_methods(rows, condition))]
+                parts += [f"Lag {condition.lag}:", _method_table(analysis.compare_methods(rows, condition))]
     return parts
 
 
-def _method_table(results: Sequence[MethodResult]) -> str:
+def _method_table(results: Sequence[analysis.MethodResult]) -> str:
     heads = (
         "method",
         "seeds",
@@ -129,14 +116,14 @@ def _method_table(results: Sequence[MethodResult]) -> str:
         f"minus {BASELINE}",
         "p (Holm)",
         "area",
-        f"steps to {TARGET:g}",
+        f"steps to {analysis.TARGET:g}",
         "stopped",
     )
     ordered = sorted(results, key=lambda result: -result.reward.mean)
     return _markdown(heads, [_method_line(result) for result in ordered])
 
 
-def _method_line(result: MethodResult) -> tuple[str, ...]:
+def _method_line(result: analysis.MethodResult) -> tuple[str, ...]:
     reward, against = result.reward, result.against_baseline
     difference, p_value = "–", "–"
     if against is not None:
@@ -161,8 +148,8 @@ def _method_line(result: MethodResult) -> tuple[str, ...]:
 
 def _claims(rows: Sequence[StudyRow]) -> str:
     """Return the claims with the verdicts that their intervals allow, and each difference."""
-    found = {claim.text: compare_claim(claim, rows) for claim in CLAIMS}
-    verdicts = _markdown(("claim", "verdict"), [(text, claim_verdict(of_claim)) for text, of_claim in found.items()])
+    found = {claim.text: analysis.compare_claim(claim, rows) for claim in analysis.CLAIMS}
+    verdicts = _markdown(("claim", "verdict"), [(text, analysis.claim_verdict(of_claim)) for text, of_claim in found.items()])
     lines = [_finding_line(text, finding) for text, of_claim in found.items() for finding in of_claim]
     heads = ("claim", "difference", "seeds", f"mean ({PAIRED_CONFIDENCE:.0%})", "p (Holm)")
     text = (
@@ -173,7 +160,7 @@ def _claims(rows: Sequence[StudyRow]) -> str:
     return f"{text}\n\n{verdicts}\n\n{_markdown(heads, lines)}"
 
 
-def _finding_line(claim: str, finding: TestedContrast) -> tuple[str, ...]:
+def _finding_line(claim: str, finding: analysis.TestedContrast) -> tuple[str, ...]:
     compared = finding.compared
     mean = f"{compared.difference:+.3f}"
     if compared.low is not None and compared.high is not None:
@@ -184,7 +171,7 @@ def _finding_line(claim: str, finding: TestedContrast) -> tuple[str, ...]:
 
 
 def _signs(rows: Sequence[StudyRow]) -> str:
-    signs = signs_of_collapse(rows)
+    signs = analysis.signs_of_collapse(rows)
     lines = [
         (
             sign.name,
@@ -195,10 +182,10 @@ def _signs(rows: Sequence[StudyRow]) -> str:
         for sign in signs
     ]
     text = (
-        f"### Signs of a collapse\n\nA run has collapsed that ends {FALL:g} or more below its best evaluation. Each number is "
-        f"taken from the first {EARLY:.0%} of the steps, and runs whose\nbest evaluation is within them are left out. The "
-        "share is the chance that the number is worse in a run that collapses than in one under the\nsame condition "
-        "that does not."
+        f"### Signs of a collapse\n\nA run has collapsed that ends {analysis.FALL:g} or more below its best evaluation. Each "
+        f"number is taken from the first {analysis.EARLY:.0%} of the steps, and runs whose\nbest evaluation is within them are "
+        "left out. The share is the chance that the number is worse in a run that collapses than in one under the\nsame "
+        "condition that does not."
     )
     return f"{text}\n\n" + _markdown(("number", "collapsed", "others", "share"), lines)
 
@@ -242,7 +229,9 @@ def _picture(rows: Sequence[StudyRow], task: str, noise: float) -> str:
     own = [row for row in rows if (row.task, row.noise) == (task, noise)]
     lags = sorted({row.lag for row in own})
     results = {
-        (result.method, lag): result.reward.mean for lag in lags for result in compare_methods(own, Condition(task, noise, lag))
+        (result.method, lag): result.reward.mean
+        for lag in lags
+        for result in analysis.compare_methods(own, analysis.Condition(task, noise, lag))
     }
     title = f"{task}: final held-out reward" + (f", noise {noise:g}" if noise else "")
     return heat_map(title, list(dict.fromkeys(row.method for row in own)), lags, results)

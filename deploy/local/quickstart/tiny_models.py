@@ -6,20 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
 
 Architecture = Literal["qwen3", "qwen3_moe", "qwen3_5"]
 """transformers' name of a tiny model's family."""
@@ -108,16 +96,16 @@ def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if deep:
-            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**settings))
+            model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**settings))
         else:
-            model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**settings))
+            model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**settings))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
     Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2).save_pretrained(folder)
 
 
-def _tokenizer_of(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
+def _tokenizer_of(alphabet: Sequence[str]) -> transformers.PreTrainedTokenizerFast:
     texts = list(dict.fromkeys(alphabet))
     vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *texts])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -125,7 +113,7 @@ def _tokenizer_of(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,
@@ -135,7 +123,7 @@ def _tokenizer_of(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer with Qwen's special tokens and chat template, so that a run that works with it works with Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -147,7 +135,7 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
         bos_token="<|endoftext|>",
@@ -158,7 +146,7 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     )
 
 
-def _text_shape(tokenizer: PreTrainedTokenizerFast, *, max_length: int) -> dict[str, Any]:
+def _text_shape(tokenizer: transformers.PreTrainedTokenizerFast, *, max_length: int) -> dict[str, Any]:
     """Return the fields of the config of a tiny language model."""
     return {
         "vocab_size": len(tokenizer),
@@ -177,7 +165,7 @@ def _text_shape(tokenizer: PreTrainedTokenizerFast, *, max_length: int) -> dict[
 
 def _save_random_model(
     folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: transformers.PreTrainedTokenizerFast,
     *,
     architecture: Architecture,
     tie_embeddings: bool,
@@ -193,13 +181,13 @@ def _save_random_model(
         torch.manual_seed(seed)
         if architecture == "qwen3_moe":
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN_SIZE}
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape))
         elif architecture == "qwen3_5":
             heads: dict[str, Any] = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
             sizes: dict[str, Any] = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
             layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
-            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape | heads | sizes | layers))
+            model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**shape | heads | sizes | layers))
         else:
-            model = Qwen3ForCausalLM(Qwen3Config(**shape))
+            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
