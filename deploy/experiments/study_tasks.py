@@ -34,21 +34,12 @@ class Progression(NamedTuple):
     """Version of the code below; raise it when the code makes other files."""
     error_rate: float = 0.4
     """Share of the numbers that are shown off by one, of those that pass a multiple of `FORK`."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        return "progression"
-
-    @property
-    def alphabet(self) -> str:
-        """Digits and signs."""
-        return f"0123456789+,{END_OF_PROMPT}{FILLER}"
-
-    @property
-    def chat_template(self) -> None:
-        """Prompts are plain text."""
-        return None
+    name = "progression"
+    """The placeholder without braces."""
+    alphabet = f"0123456789+,{END_OF_PROMPT}{FILLER}"
+    """Digits and signs."""
+    chat_template = None
+    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield every prompt once."""

@@ -34,16 +34,10 @@ class Reversal(NamedTuple):
     """Characters of the prompts; each occurs at most once in a prompt."""
     length: int = 5
     """Number of characters of a prompt before `>`, and of an answer."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        return "quickstart"
-
-    @property
-    def chat_template(self) -> None:
-        """Prompts are plain text."""
-        return None
+    name = "quickstart"
+    """The placeholder without braces."""
+    chat_template = None
+    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield rows, each only once."""
@@ -85,21 +79,12 @@ class Lookup(NamedTuple):
 
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        return "lookup"
-
-    @property
-    def alphabet(self) -> str:
-        """All characters of a game."""
-        return f"{KEYS}{DIGITS}?!:{NOTHING}{FILLER}"
-
-    @property
-    def chat_template(self) -> None:
-        """The environment adds raw text."""
-        return None
+    name = "lookup"
+    """The placeholder without braces."""
+    alphabet = f"{KEYS}{DIGITS}?!:{NOTHING}{FILLER}"
+    """All characters of a game."""
+    chat_template = None
+    """The environment adds raw text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield games."""
@@ -160,21 +145,12 @@ class Expressions(NamedTuple):
 
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        return "expressions"
-
-    @property
-    def alphabet(self) -> str:
-        """All characters of prompts and programs."""
-        return f"{NAMES}{OPERATORS}(){END_OF_FORMULA}{FILLER}"
-
-    @property
-    def chat_template(self) -> None:
-        """Prompts are plain text."""
-        return None
+    name = "expressions"
+    """The placeholder without braces."""
+    alphabet = f"{NAMES}{OPERATORS}(){END_OF_FORMULA}{FILLER}"
+    """All characters of prompts and programs."""
+    chat_template = None
+    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield every formula once."""
@@ -243,27 +219,16 @@ class Calculator(NamedTuple):
 
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        return "calculator"
-
-    @property
-    def alphabet(self) -> Sequence[str]:
-        """The parts of a call, digits and signs."""
-        return [OPEN_CALL, ARGUMENTS, BETWEEN, CLOSE_CALL, *TOOLS.values(), *"0123456789+*=-", END_OF_RESULT, FILLER]
-
-    @property
-    def chat_template(self) -> str:
-        """A template that writes contents, the end of the model's turns, and that of results."""
-        return (
-            "{% for message in messages %}{{ message.content }}"
-            "{% if message.role == 'assistant' %}{{ eos_token }}{% elif message.role == 'tool' %}"
-            + END_OF_RESULT
-            + "{% endif %}"
-            "{% endfor %}"
-        )
+    name = "calculator"
+    """The placeholder without braces."""
+    alphabet = (OPEN_CALL, ARGUMENTS, BETWEEN, CLOSE_CALL, *TOOLS.values(), *"0123456789+*=-", END_OF_RESULT, FILLER)
+    """The parts of a call, digits and signs."""
+    chat_template = (
+        "{% for message in messages %}{{ message.content }}"
+        "{% if message.role == 'assistant' %}{{ eos_token }}{% elif message.role == 'tool' %}" + END_OF_RESULT + "{% endif %}"
+        "{% endfor %}"
+    )
+    """A template that writes contents, the end of the model's turns, and that of results."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield rows: `17*25=` and `425`."""
