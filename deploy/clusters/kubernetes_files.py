@@ -131,25 +131,23 @@ def _gib_of(num_bytes: float) -> str:
     return f"{math.ceil(num_bytes / GIB)}Gi"
 
 
+def _object(version: str, kind: str, name: str, fields: container.Document, *, labeled: bool = False) -> container.Document:
+    """Return an object of the cluster; `labeled`: with the labels of the service of this name."""
+    labels = {"labels": kubernetes_pods.LABELS[name]} if labeled else {}
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **labels}, **fields}
+
+
 def _config_maps(path: Path, texts: dict[str, str]) -> list[container.Document]:
+    config, allowed = {"run.toml": path.read_text(encoding="utf-8")}, {ALLOWED_KEYS: texts[ALLOWED_KEYS]}
     return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
-        for name, data in (
-            (kubernetes_pods.CONFIG_MAP, {"run.toml": path.read_text(encoding="utf-8")}),
-            (kubernetes_pods.ALLOWED_MAP, {ALLOWED_KEYS: texts[ALLOWED_KEYS]}),
-        )
+        _object("v1", "ConfigMap", kubernetes_pods.CONFIG_MAP, {"data": config}),
+        _object("v1", "ConfigMap", kubernetes_pods.ALLOWED_MAP, {"data": allowed}),
     ]
 
 
 def _secrets(texts: dict[str, str]) -> list[container.Document]:
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": name},
-            "type": "Opaque",
-            "stringData": {file: texts[file] for file in files},
-        }
+        _object("v1", "Secret", name, {"type": "Opaque", "stringData": {file: texts[file] for file in files}})
         for name, files in (
             (kubernetes_pods.LEARNER_SECRET, container.LEARNER_KEYS),
             (kubernetes_pods.ACTOR_SECRET, container.ACTOR_KEYS),
@@ -167,50 +165,38 @@ def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[
         "collective": container.COLLECTIVE_PORT,
         "page": container.PAGE_PORT,
     }
+    service = {
+        "selector": kubernetes_pods.LABELS[LEARNER],
+        # Actors join before the learner has weights for them.
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports.items()],
+    }
+    job = {
+        "backoffLimit": RESTARTS,
+        # Never two learners: the next one waits until the last one's end is certain.
+        "podReplacementPolicy": "Failed",
+        "template": kubernetes_pods.learner_pod(
+            config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles
+        ),
+    }
     return [
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": kubernetes_pods.CLAIM}, "spec": claim},
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": LEARNER, "labels": kubernetes_pods.LABELS[LEARNER]},
-            "spec": {
-                "selector": kubernetes_pods.LABELS[LEARNER],
-                # Actors join before the learner has weights for them.
-                "publishNotReadyAddresses": True,
-                "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports.items()],
-            },
-        },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": LEARNER, "labels": kubernetes_pods.LABELS[LEARNER]},
-            "spec": {
-                "backoffLimit": RESTARTS,
-                # Never two learners: the next one waits until the last one's end is certain.
-                "podReplacementPolicy": "Failed",
-                "template": kubernetes_pods.learner_pod(
-                    config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles
-                ),
-            },
-        },
+        _object("v1", "PersistentVolumeClaim", kubernetes_pods.CLAIM, {"spec": claim}),
+        _object("v1", "Service", LEARNER, {"spec": service}, labeled=True),
+        _object("batch/v1", "Job", LEARNER, {"spec": job}, labeled=True),
     ]
 
 
 def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> container.Document:
     scaled = bool(cluster.prometheus) or cluster.reconciles
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": FLEET, "labels": kubernetes_pods.LABELS[FLEET]},
-        "spec": {
-            # Whoever scales owns the number: applying the files again leaves it alone.
-            **({} if scaled else {"replicas": actors_wanted(config)}),
-            "selector": {"matchLabels": kubernetes_pods.LABELS[FLEET]},
-            # New actors need GPUs that the old ones hold.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},
-            "template": kubernetes_pods.actor_pod(config, cluster.image, settings, cluster.actor),
-        },
+    deployment = {
+        # Whoever scales owns the number: applying the files again leaves it alone.
+        **({} if scaled else {"replicas": actors_wanted(config)}),
+        "selector": {"matchLabels": kubernetes_pods.LABELS[FLEET]},
+        # New actors need GPUs that the old ones hold.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},
+        "template": kubernetes_pods.actor_pod(config, cluster.image, settings, cluster.actor),
     }
+    return _object("apps/v1", "Deployment", FLEET, {"spec": deployment}, labeled=True)
 
 
 def _network(config: Config, cluster: Cluster) -> list[container.Document]:
@@ -226,19 +212,12 @@ def _network(config: Config, cluster: Cluster) -> list[container.Document]:
         to_learner["ports"] = [{"port": container.HUB_PORT}, {"port": container.PULL_PORT}]
     members = [{"podSelector": {"matchLabels": labels}} for labels in kubernetes_pods.LABELS.values()]
     to_actors: list[container.Document] = [{"from": members}] if is_collective else []
-    return [
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": {"name": name},
-            "spec": {
-                "podSelector": {"matchLabels": kubernetes_pods.LABELS[name]},
-                "policyTypes": ["Ingress"],
-                "ingress": [*rules, *monitors],
-            },
-        }
-        for name, rules in ((LEARNER, [to_learner]), (FLEET, to_actors))
-    ]
+    policies: list[container.Document] = []
+    for name, rules in ((LEARNER, [to_learner]), (FLEET, to_actors)):
+        selector = {"podSelector": {"matchLabels": kubernetes_pods.LABELS[name]}}
+        spec = {**selector, "policyTypes": ["Ingress"], "ingress": [*rules, *monitors]}
+        policies.append(_object("networking.k8s.io/v1", "NetworkPolicy", name, {"spec": spec}))
+    return policies
 
 
 def _scaling(config: Config, cluster: Cluster) -> list[container.Document]:
@@ -258,41 +237,30 @@ def _scaled_object(cluster: Cluster, most: int) -> container.Document:
     }
     # The learner waits before it changes its mind, so nothing else does.
     at_once = {"stabilizationWindowSeconds": 0, "policies": [{"type": "Pods", "value": most, "periodSeconds": 15}]}
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": FLEET},
-        "spec": {
-            "scaleTargetRef": {"name": FLEET},
-            "minReplicaCount": 0,
-            "maxReplicaCount": most,
-            "pollingInterval": 15,
-            "cooldownPeriod": ABSENT_S,
-            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}},
-            "triggers": [trigger],
-        },
+    spec = {
+        "scaleTargetRef": {"name": FLEET},
+        "minReplicaCount": 0,
+        "maxReplicaCount": most,
+        "pollingInterval": 15,
+        "cooldownPeriod": ABSENT_S,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}},
+        "triggers": [trigger],
     }
+    return _object("keda.sh/v1alpha1", "ScaledObject", FLEET, {"spec": spec})
 
 
 def _rights(namespace: str) -> list[container.Document]:
     """Return the account of `offbeat reconcile`, which may change the number of actors and nothing else."""
-    group = "rbac.authorization.k8s.io"
+    group, name = "rbac.authorization.k8s.io", kubernetes_pods.RECONCILER
     rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [FLEET], "verbs": ["get", "patch"]}
+    binding = {
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    }
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": {"name": kubernetes_pods.RECONCILER},
-            "automountServiceAccountToken": False,
-        },
-        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": kubernetes_pods.RECONCILER}, "rules": [rule]},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": kubernetes_pods.RECONCILER},
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": kubernetes_pods.RECONCILER},
-            "subjects": [{"kind": "ServiceAccount", "name": kubernetes_pods.RECONCILER, "namespace": namespace}],
-        },
+        _object("v1", "ServiceAccount", name, {"automountServiceAccountToken": False}),
+        _object(f"{group}/v1", "Role", name, {"rules": [rule]}),
+        _object(f"{group}/v1", "RoleBinding", name, binding),
     ]
 
 
