@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 REQUEST_S = 600.0
 """Longest wait for an answer of the server. `environment.turn_timeout_s`, which is shorter as a rule, ends the episode."""
+MAX_ANSWER_BYTES = 16 << 20
 UNAVAILABLE = (408, 425, 429, 502, 503, 504)
 """HTTP statuses that say nothing about a tool's arguments. 500 does: NeMo Gym's servers answer so when a tool has raised."""
 MAX_METRICS = 24
@@ -43,10 +44,13 @@ class Session:
         request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
         try:
             with self._opener.open(request, timeout=REQUEST_S) as answer:
-                return answer.read().decode()
+                content = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            error.msg = error.read().decode(errors="replace") or error.msg
+            error.msg = error.read(MAX_ANSWER_BYTES).decode(errors="replace") or error.msg
             raise
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError(f"/{path} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return content.decode()
 
     def call(self, name: str, arguments: str) -> str:
         """Return a tool's answer as the model reads it."""

@@ -231,6 +231,13 @@ def test_refusal_of_the_server_is_an_error_that_shows_its_reason(bank: Bank) -> 
     assert "expected is missing" in end["error"]
 
 
+def test_answer_without_end_is_an_error(bank: Bank) -> None:
+    bank.answers["/balance"] = 200, "x" * (17 << 20)
+    end = end_of(bank, "<call>balance{}</call>", "done")
+    assert (end["type"], end["is_transient"]) == ("failed", False)
+    assert "/balance answered with more than 16 MiB" in end["error"]
+
+
 def test_turns_that_no_longer_fit_are_verified_as_they_are(bank: Bank) -> None:
     end = end_of(bank, '<call>deposit{"amount": 2}</call>' + "." * 300, "never read")
     assert end["reward"] == {"reward": 1.0}, end
