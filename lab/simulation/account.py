@@ -5,6 +5,7 @@ From these measures production's own policy decides the number of actors, where 
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.common.settings.config import ScaleSection
@@ -13,28 +14,29 @@ from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 
-class Totals(NamedTuple):
+@dataclass(slots=True)
+class Totals:
     """Sums from the start of the run."""
 
-    leased: int
-    trained: int
-    dropped: int
+    leased: int = 0
+    trained: int = 0
+    dropped: int = 0
     """Groups evicted because they were too old when their turn came."""
-    aborted: int
+    aborted: int = 0
     """Leases cancelled while they were generated."""
-    in_flight: int
+    in_flight: int = 0
     """Leases being generated, buffered or trained on, now."""
-    generated_s: float
+    generated_s: float = 0.0
     """Seconds of generation of all groups, those of evaluation included; of cancelled groups, the time until then."""
-    wasted_s: float
+    wasted_s: float = 0.0
     """The part of `generated_s` that went into groups never trained on."""
-    wait_leases_s: float
+    wait_leases_s: float = 0.0
     """Actor seconds without a group in flight, while the policy admits no lease, or too few for all actors."""
-    wait_weights_s: float
+    wait_weights_s: float = 0.0
     """Actor seconds without a group in flight, while the next lease waits for newer weights."""
-    slots_s: float
+    slots_s: float = 0.0
     """Integral over time of leases that actors hold, those for evaluation left out."""
-    open_s: float
+    open_s: float = 0.0
     """Integral over time of groups begun and not yet trained on: its mean is the L of Little's law."""
 
 
@@ -47,13 +49,13 @@ class Account:
         self._ready: dict[int, SimulatedGroup] = {}
         """Groups that a batch can be selected from, by lease id, in the order in which they were finished."""
         self._training: list[SimulatedGroup] = []
-        self.num_open = 0
+        self.totals = Totals()
+        """The sums until now."""
+
+    @property
+    def num_open(self) -> int:
         """Leases being generated, buffered or trained on."""
-        self.num_dropped = 0
-        """Number of groups evicted."""
-        self._num_leased = self._num_trained = self._num_aborted = 0
-        self._generated_s = self._wasted_s = 0.0
-        self._wait_leases_s = self._wait_weights_s = self._slots_s = self._open_s = 0.0
+        return self.totals.in_flight
 
     @property
     def num_ready(self) -> int:
@@ -71,8 +73,8 @@ class Account:
     def grant(self, group: SimulatedGroup) -> None:
         """Enter a new lease."""
         self._in_flight[group.lease_id] = group
-        self.num_open += 1
-        self._num_leased += 1
+        self.totals.in_flight += 1
+        self.totals.leased += 1
 
     def accept(self, group: SimulatedGroup) -> None:
         """Move a group into the buffer."""
@@ -81,14 +83,14 @@ class Account:
     def drop(self, group: SimulatedGroup) -> None:
         """Remove a group from the buffer: it is never trained on."""
         del self._ready[group.lease_id]
-        self._wasted_s += group.generate_s
-        self.num_dropped += 1
-        self.num_open -= 1
+        self.totals.wasted_s += group.generate_s
+        self.totals.dropped += 1
+        self.totals.in_flight -= 1
 
     def abort(self, lease_id: int) -> SimulatedGroup:
         """Remove a lease that an actor holds and return its group; its generation is for the caller to add."""
-        self._num_aborted += 1
-        self.num_open -= 1
+        self.totals.aborted += 1
+        self.totals.in_flight -= 1
         return self._in_flight.pop(lease_id)
 
     def begin_batch(self, groups: list[SimulatedGroup]) -> None:
@@ -100,17 +102,9 @@ class Account:
     def end_batch(self) -> list[SimulatedGroup]:
         """Count the groups in training as trained and return them."""
         groups, self._training = self._training, []
-        self._num_trained += len(groups)
-        self.num_open -= len(groups)
+        self.totals.trained += len(groups)
+        self.totals.in_flight -= len(groups)
         return groups
-
-    def add_generated(self, seconds: float) -> None:
-        """Add generation of any group."""
-        self._generated_s += seconds
-
-    def add_wasted(self, seconds: float) -> None:
-        """Add generation that was counted by `add_generated` and turned out to be in vain."""
-        self._wasted_s += seconds
 
     def pass_time(self, seconds: float, num_idle: int, *, needs_weights: bool) -> None:
         """Integrate over this time, in which `num_idle` actors had no lease.
@@ -118,28 +112,12 @@ class Account:
         `needs_weights`: the bound admits a lease, and no actor has weights new enough for it.
         """
         num_in_flight = len(self._in_flight)
-        self._slots_s += num_in_flight * seconds
-        self._open_s += (num_in_flight + len(self._ready)) * seconds
+        self.totals.slots_s += num_in_flight * seconds
+        self.totals.open_s += (num_in_flight + len(self._ready)) * seconds
         if needs_weights:
-            self._wait_weights_s += num_idle * seconds
+            self.totals.wait_weights_s += num_idle * seconds
         else:
-            self._wait_leases_s += num_idle * seconds
-
-    def totals(self) -> Totals:
-        """Return the sums until now."""
-        return Totals(
-            leased=self._num_leased,
-            trained=self._num_trained,
-            dropped=self.num_dropped,
-            aborted=self._num_aborted,
-            in_flight=self.num_open,
-            generated_s=self._generated_s,
-            wasted_s=self._wasted_s,
-            wait_leases_s=self._wait_leases_s,
-            wait_weights_s=self._wait_weights_s,
-            slots_s=self._slots_s,
-            open_s=self._open_s,
-        )
+            self.totals.wait_leases_s += num_idle * seconds
 
 
 class Move(NamedTuple):

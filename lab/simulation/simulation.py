@@ -18,6 +18,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple, assert_never
 
@@ -245,7 +246,7 @@ class Simulation:
     def _end_groups(self, actor: int) -> None:
         ended = self._actors.end_groups(actor)
         for group in ended:
-            self._account.add_generated(group.generate_s)
+            self._account.totals.generated_s += group.generate_s
         waits_s = self._timings.environment_s
         if waits_s is None:
             self._hand_over(ended, self._timings.handoff_s)
@@ -280,16 +281,16 @@ class Simulation:
             group.is_cancelled = True
             self._actors.release(group)
             if group.is_generated:
-                self._account.add_wasted(group.generate_s)
+                self._account.totals.wasted_s += group.generate_s
                 continue
             done_s = self._actors.cancel(group)
-            self._account.add_generated(done_s)
-            self._account.add_wasted(done_s)
+            self._account.totals.generated_s += done_s
+            self._account.totals.wasted_s += done_s
 
     # The learner
 
     def _begin_batch(self) -> None:
-        num_dropped = self._account.num_dropped
+        num_dropped = self._account.totals.dropped
         self._scheduler.ask(self._clock.seconds)
         groups = self._scheduler.select(self._policy_version, self._account.drop)
         if groups:
@@ -300,7 +301,7 @@ class Simulation:
             self._clock.change_busy(1)
             train_s = sum(self._train_s.draw() for _ in range(self._policy.batch_steps))
             self._clock.schedule_after(train_s, EventKind.STEPS_END)
-        if self._account.num_dropped > num_dropped:
+        if self._account.totals.dropped > num_dropped:
             self._grant()
 
     def _end_batch(self) -> SimulatedBatch:
@@ -322,7 +323,7 @@ class Simulation:
             waited_s=self._waited_s,
             lags=dict(Counter(lags)),
             num_over_bound=self._policy.count_over_bound(groups, began_at),
-            totals=self._account.totals(),
+            totals=replace(self._account.totals),
         )
 
     # Actors

@@ -41,22 +41,17 @@ CONFIG = Config(
 ALIKE = Source(Timings(np.array([[3.0, 3.0]]), np.array([2.0]), np.array([0.5])), 100.0, None, "made up")
 
 
-def totals(**others: float) -> Totals:
-    empty = Totals(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return empty._replace(**others)
-
-
 def test_prediction_is_of_what_happened_between_the_first_batch_and_the_last() -> None:
     batches = [
-        SimulatedBatch(10, 100.0, 9.0, {9: 10}, 9, totals(dropped=5, generated_s=100.0, open_s=50.0)),
-        SimulatedBatch(11, 110.0, 4.0, {0: 4, 1: 6}, 0, totals(dropped=5, generated_s=150.0)),
+        SimulatedBatch(10, 100.0, 9.0, {9: 10}, 9, Totals(dropped=5, generated_s=100.0, open_s=50.0)),
+        SimulatedBatch(11, 110.0, 4.0, {0: 4, 1: 6}, 0, Totals(dropped=5, generated_s=150.0)),
         SimulatedBatch(
             12,
             120.0,
             1.0,
             {1: 9, 3: 1},
             1,
-            totals(
+            Totals(
                 dropped=8,
                 aborted=2,
                 generated_s=200.0,
@@ -81,7 +76,7 @@ def test_prediction_is_of_what_happened_between_the_first_batch_and_the_last() -
 
 
 def test_beginning_and_end_of_a_run_are_not_steady() -> None:
-    batches = [SimulatedBatch(version, float(version), 0.0, {0: 1}, 0, totals()) for version in range(1, 41)]
+    batches = [SimulatedBatch(version, float(version), 0.0, {0: 1}, 0, Totals()) for version in range(1, 41)]
     assert [batch.policy_version for batch in steady_batches(batches, CONFIG)] == list(range(5, 39))
     # One that was cut off has no end.
     assert [batch.policy_version for batch in steady_batches(batches[:30], CONFIG)] == list(range(4, 31))

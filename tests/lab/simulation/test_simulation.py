@@ -148,7 +148,7 @@ def test_groups_on_one_actor_slow_one_another_by_the_crowding() -> None:
 def test_engine_that_works_on_groups_in_turn_needs_the_sum_of_their_times() -> None:
     timings = make_timings([[1.0], [4.0]], crowding=1.0)
     batches = run(timings, Fleet(1, 5), bounds=bound(0), groups_per_step=5, num_steps=6)
-    before = SimulatedBatch(0, 0.0, 0.0, {}, 0, batches[0].totals._replace(generated_s=0.0))
+    before = SimulatedBatch(0, 0.0, 0.0, {}, 0, Totals())
     for earlier, later in zip([before, *batches], batches, strict=False):
         generated_s = later.totals.generated_s - earlier.totals.generated_s
         assert later.ended_at - earlier.ended_at == pytest.approx(generated_s + 2)
