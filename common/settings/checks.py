@@ -69,13 +69,12 @@ def _check_lengths(config: Config) -> None:
     model, data, rollout = config.model, config.data, config.rollout
     total = data.max_prompt_tokens + rollout.max_new_tokens
     if total > model.max_length:
-        raise SettingError(
-            "model.max_length",
-            model.max_length,
+        problem = (
             "it is too small for a prompt and its completion: data.max_prompt_tokens + rollout.max_new_tokens = "
-            f"{data.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
-            f"Lower one of the two, or set model.max_length={total}.",
+            f"{data.max_prompt_tokens} + {rollout.max_new_tokens} = {total}"
         )
+        cure = f"Lower one of the two, or set model.max_length={total}."
+        raise SettingError("model.max_length", model.max_length, problem, cure)
     group_mb = math.ceil(rollout.group_size * total * BYTES_PER_TOKEN / 2**20)
     if group_mb > config.hub.max_message_mb:
         raise SettingError(
@@ -99,69 +98,53 @@ def _check_staleness(config: Config) -> None:
     behind, least = _steps_behind(config), least_staleness(config)
     batch_steps = train.steps_per_batch * train.epochs_per_batch
     if staleness.max_staleness < least:
-        raise SettingError(
-            "staleness.max_staleness",
-            staleness.max_staleness,
+        problem = (
             f"the run would wait forever. With {_steps_of_batch(train)}, the last step on the groups of a batch is taken "
             f"{batch_steps - 1} steps after its start, and with weights.interval = {interval} the groups may be generated "
-            f"under weights {behind} steps old, so the smallest possible bound is {batch_steps - 1} + {behind} = {least}",
-            f"Set staleness.max_staleness={least} or more, or lower those settings.",
+            f"under weights {behind} steps old, so the smallest possible bound is {batch_steps - 1} + {behind} = {least}"
         )
+        cure = f"Set staleness.max_staleness={least} or more, or lower those settings."
+        raise SettingError("staleness.max_staleness", staleness.max_staleness, problem, cure)
     hard = staleness.hard_max_staleness
     if hard is not None and hard < staleness.max_staleness:
-        raise SettingError(
-            "staleness.hard_max_staleness",
-            hard,
+        problem = (
             f"it is below staleness.max_staleness = {staleness.max_staleness}: groups between the two would be generated "
-            "only to be dropped",
-            f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing.",
+            "only to be dropped"
         )
+        cure = f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing."
+        raise SettingError("staleness.hard_max_staleness", hard, problem, cure)
     if hard is not None and staleness.staleness_policy != "gate":
-        raise SettingError(
-            "staleness.hard_max_staleness",
-            hard,
+        problem = (
             f"staleness.staleness_policy = {staleness.staleness_policy!r} drops every group that exceeds max_staleness = "
-            f"{staleness.max_staleness} already",
-            'Remove it, or set staleness.staleness_policy="gate".',
+            f"{staleness.max_staleness} already"
         )
+        cure = 'Remove it, or set staleness.staleness_policy="gate".'
+        raise SettingError("staleness.hard_max_staleness", hard, problem, cure)
     if staleness.auto and hard is None:
-        raise SettingError(
-            "staleness.auto",
-            True,
-            "no setting says how far the bound may rise",
-            'Set staleness.hard_max_staleness, which needs staleness.staleness_policy="gate".',
-        )
+        cure = 'Set staleness.hard_max_staleness, which needs staleness.staleness_policy="gate".'
+        raise SettingError("staleness.auto", True, "no setting says how far the bound may rise", cure)
     if staleness.staleness_policy == "abort" and staleness.lag_of != "oldest_token":
-        raise SettingError(
-            "staleness.lag_of",
-            staleness.lag_of,
+        problem = (
             "by that measure a group grows younger with each token it generates under new weights, so the policy abort would "
-            "never abort one",
-            'Set staleness.staleness_policy="drop", or staleness.lag_of="oldest_token".',
+            "never abort one"
         )
+        cure = 'Set staleness.staleness_policy="drop", or staleness.lag_of="oldest_token".'
+        raise SettingError("staleness.lag_of", staleness.lag_of, problem, cure)
 
 
 def _check_steps(config: Config) -> None:
     train = config.train
     batch_steps = train.steps_per_batch * train.epochs_per_batch
     if train.num_steps % batch_steps:
-        raise SettingError(
-            "train.num_steps",
-            train.num_steps,
-            f"it is not a multiple of {_steps_of_batch(train)}, so the last batch would not be complete",
-            f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}.",
-        )
+        problem = f"it is not a multiple of {_steps_of_batch(train)}, so the last batch would not be complete"
+        cure = f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}."
+        raise SettingError("train.num_steps", train.num_steps, problem, cure)
     if train.warmup_steps > train.num_steps:
-        raise SettingError(
-            "train.warmup_steps",
-            train.warmup_steps,
-            f"the warm-up is longer than the run, train.num_steps = {train.num_steps}",
-            f"Set it to {train.num_steps} or less.",
-        )
+        problem = f"the warm-up is longer than the run, train.num_steps = {train.num_steps}"
+        raise SettingError("train.warmup_steps", train.warmup_steps, problem, f"Set it to {train.num_steps} or less.")
     if 1.0 in train.adam_betas:
-        raise SettingError(
-            "train.adam_betas", train.adam_betas, "an average with decay 1 never changes", "Give two numbers below 1."
-        )
+        problem = "an average with decay 1 never changes"
+        raise SettingError("train.adam_betas", train.adam_betas, problem, "Give two numbers below 1.")
 
 
 def _steps_of_batch(train: TrainSection) -> str:
@@ -196,30 +179,18 @@ def _check_data(config: Config) -> None:
     if not data.train_data:
         raise SettingError("data.train_data", "", "no data is given", "Set it to a JSONL file or a dataset's name.")
     if config.evaluation.interval and not data.eval_data:
-        raise SettingError(
-            "evaluation.interval",
-            config.evaluation.interval,
-            "there are no prompts to evaluate on",
-            "Set data.eval_data, or evaluation.interval=0.",
-        )
+        cure = "Set data.eval_data, or evaluation.interval=0."
+        raise SettingError("evaluation.interval", config.evaluation.interval, "there are no prompts to evaluate on", cure)
     if config.evaluation.function and not config.evaluation.interval:
-        raise SettingError(
-            "evaluation.function",
-            config.evaluation.function,
-            "there is no evaluation",
-            "Set evaluation.interval and data.eval_data, or remove it.",
-        )
+        cure = "Set evaluation.interval and data.eval_data, or remove it."
+        raise SettingError("evaluation.function", config.evaluation.function, "there is no evaluation", cure)
     if data.curriculum and not data.task_field:
         problem = "no field names the task of a row"
         raise SettingError("data.curriculum", data.curriculum, problem, "Set data.task_field, or remove it.")
     for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
         if getattr(data, key) and not data.chat_template:
-            raise SettingError(
-                f"data.{key}",
-                getattr(data, key),
-                "it is only used with the chat template",
-                "Set data.chat_template=true, or remove it.",
-            )
+            problem = "it is only used with the chat template"
+            raise SettingError(f"data.{key}", getattr(data, key), problem, "Set data.chat_template=true, or remove it.")
 
 
 def _check_images(config: Config) -> None:
@@ -244,13 +215,12 @@ def _check_images(config: Config) -> None:
 def _check_leases(config: Config) -> None:
     lease_s, limits = config.rollout.lease_timeout_s, config.environment
     if config.task.environment and lease_s <= limits.episode_timeout_s:
-        raise SettingError(
-            "rollout.lease_timeout_s",
-            lease_s,
-            f"a lease would expire before its episodes: environment.episode_timeout_s = {limits.episode_timeout_s:g}",
+        problem = f"a lease would expire before its episodes: environment.episode_timeout_s = {limits.episode_timeout_s:g}"
+        cure = (
             f"Set it to {limits.episode_timeout_s * (1 + limits.max_retries):g}, with time for every retry, or lower "
-            "environment.episode_timeout_s.",
+            "environment.episode_timeout_s."
         )
+        raise SettingError("rollout.lease_timeout_s", lease_s, problem, cure)
     reward_s = config.task.reward_timeout_s
     if lease_s < reward_s:
         raise SettingError(
@@ -264,47 +234,33 @@ def _check_leases(config: Config) -> None:
 def _check_hub(config: Config) -> None:
     hub = config.hub
     if hub.dead_after_s <= HEARTBEAT_S:
-        raise SettingError(
-            "hub.dead_after_s",
-            hub.dead_after_s,
-            f"actors send a heartbeat every {HEARTBEAT_S:g} s, so every peer would count as dead between two heartbeats",
-            f"Set it to several heartbeats: {5 * HEARTBEAT_S:g} or more.",
-        )
+        problem = f"actors send a heartbeat every {HEARTBEAT_S:g} s, so every peer would count as dead between two heartbeats"
+        cure = f"Set it to several heartbeats: {5 * HEARTBEAT_S:g} or more."
+        raise SettingError("hub.dead_after_s", hub.dead_after_s, problem, cure)
     keys = {"key": hub.key, "learner_key": hub.learner_key, "allowed_keys": hub.allowed_keys}
     for name, path in keys.items():
         if not path and any(keys.values()):
             given = [f"hub.{other}" for other in keys if keys[other]]
             are_set = f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set"
-            raise SettingError(
-                f"hub.{name}",
-                "",
-                f"{are_set}, and encryption needs hub.key, hub.learner_key and hub.allowed_keys together",
-                "Set it too (`offbeat keygen` says how), or remove the others.",
-            )
+            problem = f"{are_set}, and encryption needs hub.key, hub.learner_key and hub.allowed_keys together"
+            raise SettingError(f"hub.{name}", "", problem, "Set it too (`offbeat keygen` says how), or remove the others.")
     if address_file(hub.address) is not None and not hub.bind:
-        raise SettingError(
-            "hub.bind",
-            hub.bind,
-            f"hub.address = {hub.address!r} is a file, into which the learner writes the address that it binds",
-            'Set it to the address to bind, with port 0 for any free one: "tcp://*:0".',
-        )
+        problem = f"hub.address = {hub.address!r} is a file, into which the learner writes the address that it binds"
+        cure = 'Set it to the address to bind, with port 0 for any free one: "tcp://*:0".'
+        raise SettingError("hub.bind", hub.bind, problem, cure)
     for name, address in (("address", hub.address), ("bind", hub.bind)):
         is_given = bool(address) if name == "bind" else address_file(address) is None
         if is_given and not _is_loopback(f"hub.{name}", address) and not hub.key:
-            raise SettingError(
-                f"hub.{name}",
-                address,
-                "other machines can reach the address, and without keys traffic is neither encrypted nor authenticated",
-                "Make keys with `offbeat keygen keys ACTOR...`, which says what to set; or use tcp://127.0.0.1:PORT.",
-            )
+            problem = "other machines can reach the address, and without keys traffic is neither encrypted nor authenticated"
+            cure = "Make keys with `offbeat keygen keys ACTOR...`, which says what to set; or use tcp://127.0.0.1:PORT."
+            raise SettingError(f"hub.{name}", address, problem, cure)
 
 
 def _is_loopback(setting: str, address: str) -> bool:
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
-        raise SettingError(
-            setting, address, "this is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700."
-        )
+        problem = "this is not an address"
+        raise SettingError(setting, address, problem, "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700.")
     return is_loopback(address)
 
 
@@ -315,9 +271,8 @@ def _check_ports(config: Config) -> None:
     ports = {"hub.address": bound, "weights.port": str(config.weights.port), "weights.pull_port": str(config.weights.pull_port)}
     for setting, port in ports.items():
         if port != "0" and port in taken:
-            raise SettingError(
-                setting, int(port), f"{taken[port]} has the same port", "Give each its own port, or 0 for any free port."
-            )
+            problem = f"{taken[port]} has the same port"
+            raise SettingError(setting, int(port), problem, "Give each its own port, or 0 for any free port.")
         taken[port] = setting
 
 
@@ -333,35 +288,22 @@ def _check_run_name(config: Config) -> None:
 def _check_launch(config: Config) -> None:
     launch = config.launch
     if launch.num_actors > config.hub.max_actors:
-        raise SettingError(
-            "launch.num_actors",
-            launch.num_actors,
-            f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}",
-            "Lower it, or raise hub.max_actors.",
-        )
+        problem = f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}"
+        raise SettingError("launch.num_actors", launch.num_actors, problem, "Lower it, or raise hub.max_actors.")
     if launch.actor_gpus and len(launch.actor_gpus) != launch.num_actors:
-        raise SettingError(
-            "launch.actor_gpus",
-            launch.actor_gpus,
-            f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}",
-            "Give one list of GPUs per actor, or leave it empty.",
-        )
+        problem = f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}"
+        cure = "Give one list of GPUs per actor, or leave it empty."
+        raise SettingError("launch.actor_gpus", launch.actor_gpus, problem, cure)
     size = config.actor.engine_options.get("tensor_parallel_size", 1)
     for gpus in launch.actor_gpus:
         if len(gpus) != size:
-            raise SettingError(
-                "launch.actor_gpus",
-                launch.actor_gpus,
-                f"an actor has {len(gpus)} GPUs, and actor.engine_options.tensor_parallel_size is {size}",
-                "Give each actor that many GPUs, or set the option to their number.",
-            )
+            problem = f"an actor has {len(gpus)} GPUs, and actor.engine_options.tensor_parallel_size is {size}"
+            cure = "Give each actor that many GPUs, or set the option to their number."
+            raise SettingError("launch.actor_gpus", launch.actor_gpus, problem, cure)
     if launch.learner_gpus and len(launch.learner_gpus) != launch.learner_processes:
-        raise SettingError(
-            "launch.learner_gpus",
-            launch.learner_gpus,
-            f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}",
-            "Give one GPU per learner process, or leave it empty.",
-        )
+        problem = f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}"
+        cure = "Give one GPU per learner process, or leave it empty."
+        raise SettingError("launch.learner_gpus", launch.learner_gpus, problem, cure)
 
 
 def _check_scale(config: Config) -> None:

@@ -69,29 +69,18 @@ def objective_warnings(config: Config) -> list[str]:
 def _check_ratio(config: Config) -> None:
     loss = config.loss
     if loss.anchor in ("proximal", "interpolated") and loss.objective == "reinforce":
-        raise SettingError(
-            "loss.anchor",
-            loss.anchor,
-            'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
-            'Set loss.anchor="behavior".',
-        )
+        problem = 'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored'
+        raise SettingError("loss.anchor", loss.anchor, problem, 'Set loss.anchor="behavior".')
     if loss.anchor == "group":
         _check_group_ratio(config)
     if loss.anchor != "behavior" and parse_objective(loss.objective).name == "m2po":
-        raise SettingError(
-            "loss.anchor",
-            loss.anchor,
-            'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
-            'Set loss.anchor="behavior".',
-        )
+        problem = 'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu'
+        raise SettingError("loss.anchor", loss.anchor, problem, 'Set loss.anchor="behavior".')
     has_behavior_weight = defaults_of(loss.objective).has_behavior_weight and not loss.function
     if loss.anchor in _CORRECTED and has_behavior_weight:
-        raise SettingError(
-            "loss.anchor",
-            loss.anchor,
-            f'loss.objective = "{loss.objective}" has pi / mu as its weight already, which contains pi_old / mu',
-            'Set loss.anchor="proximal", or "behavior", and remove loss.correction.',
-        )
+        problem = f'loss.objective = "{loss.objective}" has pi / mu as its weight already, which contains pi_old / mu'
+        cure = 'Set loss.anchor="proximal", or "behavior", and remove loss.correction.'
+        raise SettingError("loss.anchor", loss.anchor, problem, cure)
     if loss.anchor == "proximal" and _is_one_step(config.train) and not has_behavior_weight:
         raise SettingError(
             "loss.anchor",
@@ -102,37 +91,22 @@ def _check_ratio(config: Config) -> None:
             'loss.anchor="decoupled" with a correction.',
         )
     if loss.anchor in _CORRECTED and loss.correction == "none":
-        raise SettingError(
-            "loss.anchor",
-            loss.anchor,
-            "pi_old / mu is left out of the loss without a correction for it",
-            'Set loss.correction, for example to "token_tis".',
-        )
+        problem = "pi_old / mu is left out of the loss without a correction for it"
+        raise SettingError("loss.anchor", loss.anchor, problem, 'Set loss.correction, for example to "token_tis".')
     if loss.anchor == "proximal" and loss.correction != "none":
-        raise SettingError(
-            "loss.correction",
-            loss.correction,
-            "a proximal anchor with a correction is decoupled",
-            'Set loss.anchor="decoupled".',
-        )
+        problem = "a proximal anchor with a correction is decoupled"
+        raise SettingError("loss.correction", loss.correction, problem, 'Set loss.anchor="decoupled".')
 
 
 def _check_group_ratio(config: Config) -> None:
     loss = config.loss
     if not defaults_of(loss.objective).is_sequence_ratio or loss.function:
-        raise SettingError(
-            "loss.anchor",
-            "group",
-            "a group has one likelihood, which only a ratio of whole completions can be taken to",
-            'Set loss.objective="gspo" without loss.function, or loss.anchor="behavior".',
-        )
+        problem = "a group has one likelihood, which only a ratio of whole completions can be taken to"
+        cure = 'Set loss.objective="gspo" without loss.function, or loss.anchor="behavior".'
+        raise SettingError("loss.anchor", "group", problem, cure)
     if loss.correction != "none":
-        raise SettingError(
-            "loss.correction",
-            loss.correction,
-            "the ratio to the group's likelihood corrects for staleness already, and so would the correction",
-            'Remove it, or set loss.anchor="behavior".',
-        )
+        problem = "the ratio to the group's likelihood corrects for staleness already, and so would the correction"
+        raise SettingError("loss.correction", loss.correction, problem, 'Remove it, or set loss.anchor="behavior".')
 
 
 def _is_one_step(train: TrainSection) -> bool:
@@ -160,16 +134,12 @@ def _check_clip(config: Config) -> None:
         raise SettingError("loss.clip_by", loss.clip_by, problem, 'Remove it, or set loss.anchor="behavior".')
     if loss.dual_clip is not None and not defaults.dual_clip:
         with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].dual_clip)
-        raise SettingError(
-            "loss.dual_clip", loss.dual_clip, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
-        )
+        problem = f"loss.objective = {loss.objective!r} has none (only {with_it})"
+        raise SettingError("loss.dual_clip", loss.dual_clip, problem, "Remove it.")
     if loss.aggregation_length is not None and loss.aggregation != "seq-mean-token-sum-norm":
-        raise SettingError(
-            "loss.aggregation_length",
-            loss.aggregation_length,
-            f"loss.aggregation = {loss.aggregation!r} does not divide by a constant length",
-            'Remove it, or set loss.aggregation="seq-mean-token-sum-norm".',
-        )
+        problem = f"loss.aggregation = {loss.aggregation!r} does not divide by a constant length"
+        cure = 'Remove it, or set loss.aggregation="seq-mean-token-sum-norm".'
+        raise SettingError("loss.aggregation_length", loss.aggregation_length, problem, cure)
 
 
 def _check_correction(config: Config) -> None:
@@ -193,42 +163,28 @@ def _check_advantage(config: Config) -> None:
     advantage, kl = config.advantage, config.kl
     of_group = ("group", "leave_one_out", "length_weighted")
     if config.rollout.group_size == 1 and advantage.baseline in of_group:
-        raise SettingError(
-            "rollout.group_size",
-            1,
+        problem = (
             f"with advantage.baseline = {advantage.baseline!r} a completion's advantage is its reward minus the mean of its "
-            "group, which is 0 for a group of one: nothing would be learned",
-            'Set it to at least 2, or set advantage.baseline="zero" for advantages without a baseline.',
+            "group, which is 0 for a group of one: nothing would be learned"
         )
+        cure = 'Set it to at least 2, or set advantage.baseline="zero" for advantages without a baseline.'
+        raise SettingError("rollout.group_size", 1, problem, cure)
     if config.rollout.group_size == 1 and config.loss.zero_variance == "drop":
-        raise SettingError(
-            "loss.zero_variance",
-            "drop",
-            "with rollout.group_size = 1 the rewards of every group are equal, so every group would be dropped",
-            'Set it to "count", or set rollout.group_size to at least 2.',
-        )
+        problem = "with rollout.group_size = 1 the rewards of every group are equal, so every group would be dropped"
+        raise SettingError("loss.zero_variance", "drop", problem, 'Set it to "count", or set rollout.group_size to at least 2.')
     if config.critic.trunk == "own" and config.train.sequence_parallel_size > 1:
-        raise SettingError(
-            "critic.trunk",
-            "own",
+        problem = (
             f"with {SETTING} = {config.train.sequence_parallel_size} each process has a part of the tokens only, and a second "
-            "network is not split that way",
-            f'Set {SETTING}=1, or critic.trunk="shared".',
+            "network is not split that way"
         )
+        raise SettingError("critic.trunk", "own", problem, f'Set {SETTING}=1, or critic.trunk="shared".')
     if advantage.function and advantage.baseline == "critic":
-        raise SettingError(
-            "advantage.function",
-            advantage.function,
-            'advantage.baseline = "critic" takes its advantages from the critic, so the function would not be called',
-            'Remove it, or set advantage.baseline="group".',
-        )
+        problem = 'advantage.baseline = "critic" takes its advantages from the critic, so the function would not be called'
+        raise SettingError("advantage.function", advantage.function, problem, 'Remove it, or set advantage.baseline="group".')
     if advantage.divide_by_std and advantage.baseline not in of_group:
-        raise SettingError(
-            "advantage.divide_by_std",
-            True,
-            f"advantage.baseline = {advantage.baseline!r} takes no group's moments",
-            "Remove it; advantage.whiten scales the advantages of the whole step.",
-        )
+        problem = f"advantage.baseline = {advantage.baseline!r} takes no group's moments"
+        cure = "Remove it; advantage.whiten scales the advantages of the whole step."
+        raise SettingError("advantage.divide_by_std", True, problem, cure)
     if advantage.turns == "to_go":
         _check_turns(config)
     varies = {
@@ -237,12 +193,8 @@ def _check_advantage(config: Config) -> None:
         f"kl.reward_coef = {kl.reward_coef}": kl.reward_coef > 0,
     }
     if defaults_of(config.loss.objective).shares_advantage and any(varies.values()):
-        raise SettingError(
-            "loss.objective",
-            config.loss.objective,
-            f"it has one advantage for a completion, and with {next(filter(varies.get, varies))} tokens have their own",
-            'Set loss.objective="gspo_token".',
-        )
+        problem = f"it has one advantage for a completion, and with {next(filter(varies.get, varies))} tokens have their own"
+        raise SettingError("loss.objective", config.loss.objective, problem, 'Set loss.objective="gspo_token".')
 
 
 def _check_turns(config: Config) -> None:
@@ -276,31 +228,22 @@ def _check_turns(config: Config) -> None:
 def _check_reward(config: Config) -> None:
     reward, rollout = config.reward, config.rollout
     if reward.overlong_buffer is not None and reward.overlong_buffer >= rollout.max_new_tokens:
-        raise SettingError(
-            "reward.overlong_buffer",
-            reward.overlong_buffer,
-            f"every completion would be overlong with rollout.max_new_tokens = {rollout.max_new_tokens}",
-            f"Set it below {rollout.max_new_tokens}.",
-        )
+        problem = f"every completion would be overlong with rollout.max_new_tokens = {rollout.max_new_tokens}"
+        raise SettingError("reward.overlong_buffer", reward.overlong_buffer, problem, f"Set it below {rollout.max_new_tokens}.")
 
 
 def _check_kl(config: Config) -> None:
     kl = config.kl
     if kl.loss_coef and kl.estimator == "k1" and not kl.unbiased:
-        raise SettingError(
-            "kl.estimator",
-            "k1",
-            "as a loss its expected gradient is 0: it would be noise",
-            'Set kl.estimator="k3", or kl.unbiased=true, or use kl.reward_coef.',
-        )
+        problem = "as a loss its expected gradient is 0: it would be noise"
+        raise SettingError("kl.estimator", "k1", problem, 'Set kl.estimator="k3", or kl.unbiased=true, or use kl.reward_coef.')
     if kl.unbiased and not kl.loss_coef:
         raise SettingError("kl.unbiased", True, "there is no KL in the loss", "Set kl.loss_coef, or remove it.")
     if kl.reference and not (kl.loss_coef or kl.reward_coef):
         raise SettingError("kl.reference", kl.reference, "nothing uses it", "Set kl.loss_coef or kl.reward_coef, or remove it.")
     if kl.target is not None and bool(kl.loss_coef) == bool(kl.reward_coef):
-        raise SettingError(
-            "kl.target", kl.target, "it adapts one coefficient", "Set exactly one of kl.loss_coef and kl.reward_coef above 0."
-        )
+        problem = "it adapts one coefficient"
+        raise SettingError("kl.target", kl.target, problem, "Set exactly one of kl.loss_coef and kl.reward_coef above 0.")
 
 
 def _check_lora(config: Config) -> None:
@@ -308,9 +251,8 @@ def _check_lora(config: Config) -> None:
     if lora.target_modules and not lora.rank:
         raise SettingError("lora.target_modules", lora.target_modules, "lora.rank = 0", "Set lora.rank, or remove it.")
     if lora.rank and config.train.zero_stage == 3:
-        raise SettingError(
-            "train.zero_stage", 3, "the adapter is merged into whole weights, which stage 3 has not", "Set it to 2 or less."
-        )
+        problem = "the adapter is merged into whole weights, which stage 3 has not"
+        raise SettingError("train.zero_stage", 3, problem, "Set it to 2 or less.")
 
 
 def _check_routing_replay(config: Config) -> None:
@@ -318,19 +260,13 @@ def _check_routing_replay(config: Config) -> None:
     if loss.routing_replay == "off":
         return
     if loss.routing_replay == "recomputed" and loss.anchor not in RECOMPUTED:
-        raise SettingError(
-            "loss.routing_replay",
-            "recomputed",
-            f'loss.anchor = "{loss.anchor}" recomputes nothing before the update, so there is no routing to replay',
-            'Set loss.anchor="proximal" or "decoupled", or loss.routing_replay="off".',
-        )
+        problem = f'loss.anchor = "{loss.anchor}" recomputes nothing before the update, so there is no routing to replay'
+        cure = 'Set loss.anchor="proximal" or "decoupled", or loss.routing_replay="off".'
+        raise SettingError("loss.routing_replay", "recomputed", problem, cure)
     if config.train.sequence_parallel_size > 1:
-        raise SettingError(
-            "loss.routing_replay",
-            loss.routing_replay,
-            f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only",
-            f'Set {SETTING}=1, or loss.routing_replay="off".',
-        )
+        problem = f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only"
+        cure = f'Set {SETTING}=1, or loss.routing_replay="off".'
+        raise SettingError("loss.routing_replay", loss.routing_replay, problem, cure)
     in_the_way = "task.environment" if task.environment else "data.image_field" if data.image_field else ""
     if loss.routing_replay == "sampled" and in_the_way:
         raise SettingError(
