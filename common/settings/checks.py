@@ -51,11 +51,6 @@ def check_before_run(config: Config) -> list[str]:
         return check(config)
     warnings: list[str] = []
     collect_errors([lambda: warnings.extend(check(config)), partial(check_inert, config)])
-    if config.task.environment and config.staleness.staleness_policy == "abort":
-        warnings.append(
-            'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
-            'never reach a batch. Use "gate", and a bound for which they are short.'
-        )
     return warnings
 
 

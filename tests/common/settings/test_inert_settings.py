@@ -74,3 +74,8 @@ def test_contradictions_and_inert_settings_are_told_together() -> None:
     with pytest.raises(SettingError) as raised:
         check_before_run(load(None, [*GOOD, "loss.clip_low=1.5", "kl.estimator=k2"]))
     assert [text.split(" = ")[0] for text in raised.value.texts] == ["loss.clip_low", "kl.estimator"]
+
+
+def test_warning_about_a_run_is_told_once() -> None:
+    (warning,) = check_before_run(load(None, [*GOOD, "task.environment=games:play", "staleness.staleness_policy=abort"]))
+    assert "long ones may never reach a batch" in warning
