@@ -196,22 +196,10 @@ def _lock(file: BinaryIO, folder: Path) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        raise SettingError(
-            "run.dir",
-            str(folder),
-            f"{_describe_owner(file.read(_MAX_OWNER_BYTES))} is at work in the folder",
-            "Wait for its end or stop it, or give another run.dir.",
-        ) from error
+        owner = read_owner(folder)
+        known = "" if owner is None else f" (process {owner.pid} on {owner.host!r})"
+        problem = f"another learner{known} is at work in the folder"
+        raise SettingError("run.dir", str(folder), problem, "Wait for its end or stop it, or give another run.dir.") from error
     except OSError as error:
         problem = f"its file system gives no lock ({error.strerror}), so two learners could write at once"
         raise SettingError("run.dir", str(folder), problem, "Name a folder on a file system with locks.") from error
-
-
-def _describe_owner(content: bytes) -> str:
-    try:
-        owner = msgspec.json.decode(content, type=LockOwner)
-    # The owner may be about to write the file.
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return "another learner"
-    return f"another learner (process {owner.pid} on {owner.host!r})"
