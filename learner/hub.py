@@ -64,9 +64,8 @@ def publish_address(setting: str, bound: str) -> str:
         replace(file, f"{address}\n".encode())
     except OSError as error:
         problem = f"the file cannot be written ({error.strerror})"
-        raise SettingError(
-            "hub.address", setting, problem, "Name a file in a folder that exists and all machines see."
-        ) from error
+        cure = "Name a file in a folder that exists and all machines see."
+        raise SettingError("hub.address", setting, problem, cure) from error
     logger.info("actors find the hub at %s, as %s says", address, file)
     return host_of(address)
 

@@ -48,12 +48,9 @@ def resolve_model(path: str) -> Path:
     try:
         return Path(snapshot_download(path, ignore_patterns=["*.pth", "*.bin", "*.gguf", "original/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise SettingError(
-            "model.path",
-            path,
-            f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})",
-            "Give a model folder, or a hub name on a machine that reaches the hub.",
-        ) from error
+        problem = f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})"
+        cure = "Give a model folder, or a hub name on a machine that reaches the hub."
+        raise SettingError("model.path", path, problem, cure) from error
 
 
 def find_config(path: str, *, asks_hub: bool = True) -> bytes | None:

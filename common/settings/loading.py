@@ -251,9 +251,8 @@ def _replace_aliases(data: dict[str, Any]) -> None:
         if not isinstance(table, dict) or name not in table:
             continue
         if key in table:
-            raise SettingError(
-                alias, table[name], f"this is another name of {section_name}.{key}, which is also set", "Remove one of the two."
-            )
+            problem = f"this is another name of {section_name}.{key}, which is also set"
+            raise SettingError(alias, table[name], problem, "Remove one of the two.")
         table[key] = table.pop(name)
 
 

@@ -68,12 +68,9 @@ class LiveSettings:
                 check(self.config)
             except SettingError as error:
                 changes = ", ".join(f"{change.setting} = {change.after}" for change in self.in_force())
-                raise SettingError(
-                    "run.resume",
-                    True,
-                    f"the config file contradicts what was changed during the run ({changes}): {error}",
-                    "Or change the file back to what the run was started with, resume, and use `offbeat set`.",
-                ) from error
+                problem = f"the config file contradicts what was changed during the run ({changes}): {error}"
+                cure = "Or change the file back to what the run was started with, resume, and use `offbeat set`."
+                raise SettingError("run.resume", True, problem, cure) from error
 
     def propose(self, settings: Mapping[str, str]) -> Proposal:
         """Return the changes that these values of `section.key` (as TOML) would make.
@@ -82,12 +79,8 @@ class LiveSettings:
         """
         for setting, text in settings.items():
             if setting not in CHANGEABLE:
-                raise SettingError(
-                    setting,
-                    text,
-                    "it cannot be changed during a run",
-                    f"These can: {', '.join(CHANGEABLE)}. Some others may change at run.resume=true (docs/resuming.md).",
-                )
+                cure = f"These can: {', '.join(CHANGEABLE)}. Some others may change at run.resume=true (docs/resuming.md)."
+                raise SettingError(setting, text, "it cannot be changed during a run", cure)
         config = replace_settings(self.config, settings)
         known = check(self.config)
         warnings = [warning for warning in check(config) if warning not in known]

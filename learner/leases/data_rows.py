@@ -221,13 +221,11 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
         loaded = datasets.load_dataset(builder, split=split, **options)
     except (OSError, ValueError, DatasetsError, HfHubHTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error.__cause__ or error))
-        raise SettingError(
-            setting,
-            source,
-            f"the data or its split {split!r} cannot be loaded ({reason})",
+        cure = (
             "Give a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, or a dataset's name "
-            "(owner/name or owner/name/config) on a machine that reaches the hub.",
-        ) from error
+            "(owner/name or owner/name/config) on a machine that reaches the hub."
+        )
+        raise SettingError(setting, source, f"the data or its split {split!r} cannot be loaded ({reason})", cure) from error
     yield from _numbered(loaded, source)
 
 

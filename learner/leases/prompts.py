@@ -136,12 +136,9 @@ def load_prompts(
             if data.long_prompts == "error":
                 # Of a very long text only the beginning is tokenized.
                 least = "at least " if len(token_ids) > 2 * data.max_prompt_tokens else ""
-                raise SettingError(
-                    "data.max_prompt_tokens",
-                    data.max_prompt_tokens,
-                    f"the prompt of {row.place} has {least}{len(token_ids)} tokens",
-                    'Raise the limit, or set data.long_prompts="drop" to leave such rows out.',
-                )
+                problem = f"the prompt of {row.place} has {least}{len(token_ids)} tokens"
+                cure = 'Raise the limit, or set data.long_prompts="drop" to leave such rows out.'
+                raise SettingError("data.max_prompt_tokens", data.max_prompt_tokens, problem, cure)
             num_dropped += 1
             continue
         weight, name = _weight(row, data.weight_field), _task(row, data.task_field, tasks)

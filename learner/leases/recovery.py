@@ -136,24 +136,16 @@ def _follow_size(event: Granted, stream: PromptStream, num_prompts: int) -> None
 def _require_prompts(num_before: int, num_prompts: int) -> None:
     """Raise `SettingError` when prompts were taken away."""
     if num_prompts < num_before:
-        raise SettingError(
-            "run.resume",
-            True,
-            f"the run was made with {num_before} prompts, and data.train_data now has {num_prompts}",
-            "Resume with the same data and prompt settings, or start a new run.",
-        )
+        problem = f"the run was made with {num_before} prompts, and data.train_data now has {num_prompts}"
+        raise SettingError("run.resume", True, problem, "Resume with the same data and prompt settings, or start a new run.")
 
 
 def _require_tasks(shares: Mapping[str, float], tasks: frozenset[str]) -> None:
     """Raise `SettingError` when a task that has a share is not there any more."""
     absent = sorted(shares.keys() - tasks)
     if absent:
-        raise SettingError(
-            "run.resume",
-            True,
-            f"data.curriculum gave a share to the task {absent[0]!r}, of which data.train_data has no prompt now",
-            "Resume with data.task_field as it was, or start a new run.",
-        )
+        problem = f"data.curriculum gave a share to the task {absent[0]!r}, of which data.train_data has no prompt now"
+        raise SettingError("run.resume", True, problem, "Resume with data.task_field as it was, or start a new run.")
 
 
 def _make_applicable(event: Granted | Accepted | Dropped | Expired, ledger: Ledger, stream: PromptStream) -> bool:

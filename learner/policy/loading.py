@@ -105,13 +105,11 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
     difference = (logprobs - expected).abs().max().item()
     # `not <=` refuses nan too.
     if not difference <= _MAX_HEAD_DIFFERENCE[model.dtype]:
-        raise SettingError(
-            "model.path",
-            model.path,
+        problem = (
             f"the log-probs that the learner computes differ by {difference:.3g} from those of the model's own forward pass "
-            f"({type(policy).__name__}): it changes its logits after the output layer, or its tokens depend on later ones",
-            "Train a model with another architecture.",
+            f"({type(policy).__name__}): it changes its logits after the output layer, or its tokens depend on later ones"
         )
+        raise SettingError("model.path", model.path, problem, "Train a model with another architecture.")
     if module.sequence_group is not None:
         shared, _, _ = module(*packed.inputs, 1.0)
         difference = (shared - logprobs).abs().max().item()

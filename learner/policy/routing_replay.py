@@ -143,9 +143,5 @@ def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed"
             chosen = record.routing()
             if chosen is not None and torch.equal(chosen.experts.sort().values, forced.sort().values):
                 return replay
-    raise SettingError(
-        "loss.routing_replay",
-        setting,
-        "the model has no routers that can be forced to given experts",
-        'Set it to "off". It takes a mixture of experts whose routers return their choice, such as Qwen3-MoE or Mixtral.',
-    )
+    cure = 'Set it to "off". It takes a mixture of experts whose routers return their choice, such as Qwen3-MoE or Mixtral.'
+    raise SettingError("loss.routing_replay", setting, "the model has no routers that can be forced to given experts", cure)

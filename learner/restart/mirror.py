@@ -206,9 +206,8 @@ def open_mirror(folder: Path, url: str, record: Recorder, *, resume: bool) -> Mi
     newest = max((name for name in names if name.startswith(f"{LOG}/")), default="")
     if newest.removeprefix(f"{LOG}/") > max(here, default=""):
         problem = f"its log has {newest}, which {folder} has not: the run went on elsewhere"
-        raise SettingError(
-            "run.mirror", url, problem, "Move the folder away, and the learner fetches the run; or name another."
-        )
+        cure = "Move the folder away, and the learner fetches the run; or name another."
+        raise SettingError("run.mirror", url, problem, cure)
     return Mirror(folder, storage, record)
 
 
