@@ -30,14 +30,7 @@ from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
 from offbeat.learner.leases.demand import Demand, last_actor_hours
 from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
-from offbeat.learner.restart.resume import (
-    Checkpoints,
-    RunState,
-    mirroring,
-    noting_evaluations,
-    open_folder,
-    restore,
-)
+from offbeat.learner.restart.resume import Checkpoints, RunState, mirroring, noting_evaluations, open_folder, restore
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Scored, Trainer

@@ -20,15 +20,7 @@ Layout = dict[str, Any]
 
 # The colors of the light page; DARK_COLORS replaces them on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
-BLUE, ORANGE, GREEN, RED, PURPLE, GOLD, GRAY = (
-    "#2563c9",
-    "#d9670b",
-    "#2a8556",
-    "#c8323a",
-    "#7347b8",
-    "#b98a12",
-    "#a7adb6",
-)
+BLUE, ORANGE, GREEN, RED, PURPLE, GOLD, GRAY = "#2563c9", "#d9670b", "#2a8556", "#c8323a", "#7347b8", "#b98a12", "#a7adb6"
 PALE_BLUE, PALE_ORANGE, PALE_RED, FAINT = "#c3d6f5", "#f7d3b3", "#f1c6c8", "#d7dade"
 DARK_COLORS = {
     INK: "#e8e6e1",

@@ -26,16 +26,7 @@ def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
         *(_check_lengths, check_objective, _check_staleness, _check_steps, _check_data, _check_images),
-        *(
-            _check_leases,
-            _check_compile,
-            _check_hub,
-            _check_ports,
-            _check_launch,
-            _check_gpus,
-            _check_scale,
-            _check_run_name,
-        ),
+        *(_check_leases, _check_compile, _check_hub, _check_ports, _check_launch, _check_gpus, _check_scale, _check_run_name),
         check_judge,
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])

@@ -96,24 +96,14 @@ _DPPO = Defaults(
 )
 
 DEFAULTS: dict[str, Defaults] = {
-    "gspo": Defaults(
-        "seq-mean-token-mean",
-        is_sequence_ratio=True,
-        shares_advantage=True,
-        band=_GSPO_BAND,
-        dual_clip=True,
-    ),
+    "gspo": Defaults("seq-mean-token-mean", is_sequence_ratio=True, shares_advantage=True, band=_GSPO_BAND, dual_clip=True),
     "gspo_token": Defaults("seq-mean-token-mean", is_sequence_ratio=True, band=_GSPO_BAND, dual_clip=True),
     "grpo": Defaults("seq-mean-token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
     "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Bounds(0.2, 0.2), dual_clip=True, divide_by_std=False),
     "dapo": Defaults("token-mean", band=Bounds(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),
     # The band is the paper's, section 5.1, as TRL's documentation has it.
     "luspo": Defaults(
-        "seq-mean-token-sum",
-        is_sequence_ratio=True,
-        shares_advantage=True,
-        band=Bounds(2e-3, 2.5e-3),
-        dual_clip=True,
+        "seq-mean-token-sum", is_sequence_ratio=True, shares_advantage=True, band=Bounds(2e-3, 2.5e-3), dual_clip=True
     ),
     "gmpo": Defaults("seq-mean-token-mean", shares_advantage=True, band=Bounds(-math.expm1(-0.4), math.expm1(0.4))),
     "ctpo": Defaults("token-mean", is_prefix_ratio=True, band=Bounds(-math.expm1(-0.025), math.expm1(0.05))),

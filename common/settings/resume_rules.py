@@ -181,11 +181,7 @@ RULES = (
         "It only trades memory for time.",
     ),
     Rule("recorded", _of("train", "compile"), "Compiled layers round differently, within a dtype's precision."),
-    Rule(
-        "recorded",
-        _of("train", "checkpoint_interval keep_checkpoints"),
-        "It only decides what is kept.",
-    ),
+    Rule("recorded", _of("train", "checkpoint_interval keep_checkpoints"), "It only decides what is kept."),
     Rule(
         "recorded",
         _of("hub", "address bind key learner_key allowed_keys max_actors dead_after_s max_message_mb"),
@@ -194,10 +190,7 @@ RULES = (
     Rule("recorded", _of("log", "enabled fsync retain_mb min_free_mb"), "It only decides how groups are kept."),
     Rule(
         "recorded",
-        _of(
-            "weights",
-            "backend port pull_port delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
-        ),
+        _of("weights", "backend port pull_port delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval"),
         "It only decides how weights are sent.",
     ),
     Rule(

@@ -40,11 +40,7 @@ class StepLoss(NamedTuple):
 
 
 def step_metrics(
-    loss: StepLoss,
-    groups: Sequence[Group],
-    policy_version: int,
-    objective: Objective,
-    noise: NoiseBySign | None,
+    loss: StepLoss, groups: Sequence[Group], policy_version: int, objective: Objective, noise: NoiseBySign | None
 ) -> Metrics:
     """Compute the metrics of a step on `groups`.
 

@@ -290,13 +290,7 @@ class Dispatcher:
             return self._watchdog.waiting_for()
 
     def judge_canary(
-        self,
-        actor: str,
-        policy_version: int,
-        flaw: str | None,
-        agrees_with: Sequence[str] = (),
-        *,
-        is_certain: bool = True,
+        self, actor: str, policy_version: int, flaw: str | None, agrees_with: Sequence[str] = (), *, is_certain: bool = True
     ) -> None:
         """Trust an actor whose log-probs of the canary are right; quarantine or dismiss one whose log-probs have this flaw.
 

@@ -160,10 +160,7 @@ class GroupBuffer:
             epoch, account = ended
             self._record(
                 EpochRow(
-                    epoch=epoch,
-                    num_trained=account.num_trained,
-                    dropped=account.dropped,
-                    num_left_out=account.num_left_out,
+                    epoch=epoch, num_trained=account.num_trained, dropped=account.dropped, num_left_out=account.num_left_out
                 )
             )
 

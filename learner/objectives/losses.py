@@ -52,11 +52,7 @@ class TokenLosses(NamedTuple):
 
 
 def gspo(
-    inputs: LossInputs,
-    *,
-    clip_low: float | Tensor,
-    clip_high: float | Tensor,
-    dual_clip: float | None = None,
+    inputs: LossInputs, *, clip_low: float | Tensor, clip_high: float | Tensor, dual_clip: float | None = None
 ) -> TokenLosses:
     """`l_it = -min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it)` with `s_i = exp(mean_t log r_it)`.
 
@@ -81,11 +77,7 @@ def gspo(
 
 
 def gspo_token(
-    inputs: LossInputs,
-    *,
-    clip_low: float | Tensor,
-    clip_high: float | Tensor,
-    dual_clip: float | None = None,
+    inputs: LossInputs, *, clip_low: float | Tensor, clip_high: float | Tensor, dual_clip: float | None = None
 ) -> TokenLosses:
     """`l_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)` with `s_it = sg[s_i] pi_it / sg[pi_it]`.
 
@@ -103,13 +95,7 @@ def gspo_token(
     )
 
 
-def ppo_clip(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> TokenLosses:
+def ppo_clip(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> TokenLosses:
     """`l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token, `r = exp(policy_logprobs - anchor_logprobs)`.
 
     The clipped surrogate of PPO, https://arxiv.org/abs/1707.06347, eq. 7. GRPO (https://arxiv.org/abs/2402.03300), DAPO
@@ -125,12 +111,7 @@ def ppo_clip(
     )
 
 
-def sapo(
-    inputs: LossInputs,
-    *,
-    tau_positive: float,
-    tau_negative: float,
-) -> TokenLosses:
+def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> TokenLosses:
     """`l = -(4 / tau) sigmoid(tau (r - 1)) A`, `r = exp(policy_logprobs - anchor_logprobs)`, tau by the sign of A.
 
     SAPO, https://arxiv.org/abs/2511.20347. Gradient: `-w r A` with `w = sech^2(tau (r - 1) / 2)`: on-policy it equals that of
@@ -143,12 +124,7 @@ def sapo(
     )
 
 
-def sapo_sequence(
-    inputs: LossInputs,
-    *,
-    tau_positive: float,
-    tau_negative: float,
-) -> TokenLosses:
+def sapo_sequence(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> TokenLosses:
     """`sapo` of the sequence ratio `s_i` of `gspo` in the place of r: TRL's `sapo` at the level `sequence`.
 
     `l_it = -(4 / tau) sigmoid(tau (s_i - 1)) A_it`. Under `seq-mean-token-mean` the gradient with respect to a loss token's
@@ -161,12 +137,7 @@ def sapo_sequence(
     )
 
 
-def gmpo(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLosses:
+def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
     """`l_it = -exp(mean_t clip(log r_it)) A_it`: the geometric mean of token ratios that are clipped one by one.
 
     GMPO, https://arxiv.org/abs/2507.20673. A token's ratio is clipped to `1 - clip_low` and `1 + clip_high` on the side that
@@ -188,12 +159,7 @@ def gmpo(
     return TokenLosses(-bounded_ratio(log_mean) * advantages, clipped | out_of_bounds, apart)
 
 
-def ctpo(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLosses:
+def ctpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
     """`l_it = -min(R_it A, clip(R_it) A)` with the prefix ratio `R_it = sg[prod_{k < t} r_ik] r_it`, clipped to a growing band.
 
     CTPO, https://arxiv.org/abs/2605.07331: the product of the ratios up to a token corrects the distribution of its prefix, and

@@ -174,11 +174,7 @@ class Objective:
     def denominator(self, *, num_groups: int, num_rows: int, num_tokens: int) -> float:
         """Return the divisor of an optimizer step's summed loss: see `aggregation.denominator`."""
         return denominator(
-            self.aggregation,
-            num_groups=num_groups,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            length=self.aggregation_length,
+            self.aggregation, num_groups=num_groups, num_rows=num_rows, num_tokens=num_tokens, length=self.aggregation_length
         )
 
 

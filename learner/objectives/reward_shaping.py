@@ -106,10 +106,7 @@ def shape_rewards(
     updated before they are used, so the first step's rewards are normalized too; otherwise `running` is returned unchanged.
     """
     rewards = rewards + overlong_punishment(
-        lengths,
-        max_new_tokens=shaping.max_new_tokens,
-        buffer_tokens=shaping.overlong_buffer,
-        penalty=shaping.overlong_penalty,
+        lengths, max_new_tokens=shaping.max_new_tokens, buffer_tokens=shaping.overlong_buffer, penalty=shaping.overlong_penalty
     )
     if shaping.length_penalty is not None:
         rewards = rewards + shaping.length_penalty(lengths.reshape(-1), shaping.max_new_tokens).reshape(lengths.shape)
@@ -136,12 +133,7 @@ def overlong_punishment(
 
 
 def normalize_rewards(
-    rewards: NDArray[np.float64],
-    *,
-    mean_of: Population,
-    std_of: Population,
-    epsilon: float = 1e-6,
-    running: RunningMoments,
+    rewards: NDArray[np.float64], *, mean_of: Population, std_of: Population, epsilon: float = 1e-6, running: RunningMoments
 ) -> NDArray[np.float64]:
     """`(R - mean) / (std + epsilon)`, the mean of one population and the unbiased standard deviation of the same or another.
 

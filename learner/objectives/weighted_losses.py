@@ -20,12 +20,7 @@ def reinforce(inputs: LossInputs) -> TokenLosses:
     return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
-def cispo(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLosses:
+def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
     """`l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A policy_logprobs`, `r = exp(policy_logprobs - anchor_logprobs)`.
 
     CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5: the clip bounds a weight, and `sg` stops its gradient. Gradient:
@@ -38,13 +33,7 @@ def cispo(
     return TokenLosses(token_losses, nowhere(token_losses), log_ratio)
 
 
-def minirl(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLosses:
+def minirl(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
     """`l = -sg[min(pi/mu, weight_cap)] A policy_logprobs`, and 0 where `ppo_clip` would clip `r = pi / anchor`.
 
     MiniRL, https://arxiv.org/abs/2512.01374, eq. 7: PPO's clip decides by `pi / pi_old` which tokens are trained on, and what
@@ -59,12 +48,7 @@ def minirl(
     return found._replace(log_ratio=log_ratio)
 
 
-def sao(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLosses:
+def sao(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
     """`l = -sg[r] A policy_logprobs` where `1 - clip_low < r < 1 + clip_high`, and 0 elsewhere, `r = pi / anchor`.
 
     The loss of SAO, https://arxiv.org/abs/2607.07508, eq. 1 to 3: a token whose ratio to the stored log-probs is outside the
@@ -80,13 +64,7 @@ def sao(
     return TokenLosses(token_losses, dropped, log_ratio)
 
 
-def dppo_tv(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLosses:
+def dppo_tv(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
     """`l = -sg[min(pi/mu, weight_cap)] A policy_logprobs`; 0 where the token's probability has moved too far from the anchor's.
 
     DPPO-Binary-TV, https://arxiv.org/abs/2602.04879. With p and q the token's probability under pi and the anchor, the binary
@@ -98,13 +76,7 @@ def dppo_tv(
     return _weigh_kept(inputs, beyond, weight_cap)
 
 
-def dppo_kl(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLosses:
+def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
     """Return the losses of `dppo_tv` with its trust region measured by the binary divergence.
 
     `D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))`. DPPO-Binary-KL, https://arxiv.org/abs/2602.04879: dropped are A > 0
@@ -121,13 +93,7 @@ def dppo_kl(
     return _weigh_kept(inputs, beyond, weight_cap)
 
 
-def aspo(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLosses:
+def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
     """`l = -sg[min(w, weight_cap)] A policy_logprobs`, `w = 1/r` where A > 0 and `r` elsewhere; 0 where `ppo_clip` would clip.
 
     ASPO, https://arxiv.org/abs/2510.06062: with a positive advantage the ratio is turned over, so that tokens that have become
@@ -160,12 +126,7 @@ def topr(inputs: LossInputs) -> TokenLosses:
 
 
 def vespo(
-    inputs: LossInputs,
-    *,
-    k_positive: float,
-    lambda_positive: float,
-    k_negative: float,
-    lambda_negative: float,
+    inputs: LossInputs, *, k_positive: float, lambda_positive: float, k_negative: float, lambda_negative: float
 ) -> TokenLosses:
     """`l = -sg[phi(W)] A policy_logprobs` with `phi(W) = W^k exp(lambda (1 - W))` and `W = prod_t r_t` of the row.
 

@@ -348,12 +348,7 @@ def _require_finite(grad_norm: float, policy_version: int, metrics: Metrics) -> 
 
 
 def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_steps: int,
-    num_steps: int,
+    step: int, *, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, num_steps: int
 ) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0: linear warm-up to `peak`, then the schedule.
 
