@@ -186,8 +186,8 @@ def _facts(config: Config, version: int, history: RunHistory | None) -> str:
 
 def _curve(history: RunHistory, version: int) -> Iterator[str]:
     steps = {row.policy_version: row for row in history.steps if row.policy_version <= version}
-    held_out = {at: row.reward for at, row in history.evaluations.items() if at <= version}
-    evaluated = sorted(at for at, reward in held_out.items() if reward is not None)
+    held_out = {at: reward for at, reward in history.held_out_rewards.items() if at <= version}
+    evaluated = list(held_out)
     for at in _spread(evaluated if len(evaluated) > 2 else sorted({*steps, *evaluated})):
         row = steps.get(at)
         numbers = [row.number("reward/mean") if row else None, held_out.get(at), row.number("lag/mean") if row else None]

@@ -164,6 +164,11 @@ class RunHistory:
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     @property
+    def held_out_rewards(self) -> dict[int, float]:
+        """Mean reward of each evaluation that has one, by rising policy version."""
+        return {version: row.reward for version, row in sorted(self.evaluations.items()) if row.reward is not None}
+
+    @property
     def groups_by_lag(self) -> dict[int, int]:
         """Trained groups by policy lag."""
         counts: Counter[int] = Counter()

@@ -175,7 +175,7 @@ def _reward_figure(history: RunHistory) -> page.KeyFigure:
 
 
 def _held_out_figure(history: RunHistory) -> page.KeyFigure:
-    rewards = {v: row.reward for v, row in history.evaluations.items() if row.reward is not None}
+    rewards = history.held_out_rewards
     if not rewards:
         return page.KeyFigure("Held-out reward", "–", "", "no evaluation")
     last, best = max(rewards), max(rewards, key=rewards.__getitem__)

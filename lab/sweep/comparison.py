@@ -162,7 +162,7 @@ def _completions(runs: Sequence[ComparedRun]) -> list[Plot]:
 
 
 def _held_out(run: ComparedRun) -> Curve:
-    rewards = {version: row.reward for version, row in sorted(run.history.evaluations.items()) if row.reward is not None}
+    rewards = run.history.held_out_rewards
     return Curve(list(rewards), list(rewards.values()))
 
 

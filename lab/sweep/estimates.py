@@ -104,7 +104,7 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
     return Estimate(mean, std, mean - half, mean + half, len(values))
 
 
-def compare(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
+def compare(first: Sequence[float], second: Sequence[float]) -> Comparison | None:
     """Return the mean of `second` minus that of `first`, with Welch's interval and p-value; None where either is empty.
 
     The test is undefined where neither spreads. The result is then its limit, an interval of no width.
@@ -121,27 +121,25 @@ def compare(first: Sequence[float], second: Sequence[float], confidence: float =
         difference = second[0] - first[0]
         return Comparison(difference, difference, difference, float(difference == 0), num_seeds)
     degrees = _welch_degrees(squared_errors[0] / sum(squared_errors), num_seeds)
-    half = _critical_t(confidence, degrees) * error
+    half = _critical_t(CONFIDENCE, degrees) * error
     p_value = 2 * float(distributions().t.sf(abs(difference) / error, degrees))
     return Comparison(difference, difference - half, difference + half, p_value, num_seeds)
 
 
-def compare_ratio(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
+def compare_ratio(first: Sequence[float], second: Sequence[float]) -> Comparison | None:
     """Return the ratio of the geometric means of positive numbers, `second / first`, with Welch's interval of the logs.
 
     None where either is empty.
     """
-    logs = compare([math.log(value) for value in first], [math.log(value) for value in second], confidence)
+    logs = compare([math.log(value) for value in first], [math.log(value) for value in second])
     if logs is None:
         return None
     low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
     return Comparison(math.exp(logs.difference), low, high, logs.p_value, logs.num_seeds)
 
 
-def seeds_needed(
-    std_first: float, std_second: float, difference: float, *, confidence: float = CONFIDENCE, power: float = POWER
-) -> int | None:
-    """Return the seeds per value with which Welch's test detects a true `difference` of two means with a chance of `power`.
+def seeds_needed(std_first: float, std_second: float, difference: float, *, confidence: float = CONFIDENCE) -> int | None:
+    """Return the seeds per value with which Welch's test detects a true `difference` of two means with a chance of `POWER`.
 
     Uses the noncentral t distribution and takes the standard deviations between seeds as the true ones. None when more than
     `MAX_SEEDS` are needed, or the difference is 0.
@@ -158,14 +156,14 @@ def seeds_needed(
         critical = _critical_t(confidence, degrees)
         shift = abs(difference) / math.sqrt(sum(variances) / num_seeds)
         # One tail only: the other detects a difference of the wrong sign.
-        return bool(distributions().nct.sf(critical, degrees, shift) >= power)
+        return bool(distributions().nct.sf(critical, degrees, shift) >= POWER)
 
     numbers = range(2, MAX_SEEDS + 1)
     index = bisect.bisect_left(numbers, True, key=is_enough)
     return numbers[index] if index < len(numbers) else None
 
 
-def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: float = CONFIDENCE) -> Band | None:
+def average_curves(curves: Sequence[Curve], num_points: int = 200) -> Band | None:
     """Return mean and interval over seeds at `num_points` points of the range that all curves have in common.
 
     Between its points a curve is a straight line. None where the curves have no common range.
@@ -179,7 +177,7 @@ def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: f
     values = np.stack([np.interp(xs, curve.xs, curve.ys) for curve in curves])
     means, half = values.mean(axis=0), np.zeros(len(xs))
     if len(curves) > 1:
-        half = _critical_t(confidence, len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
+        half = _critical_t(CONFIDENCE, len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
     return Band(xs.tolist(), means.tolist(), (means - half).tolist(), (means + half).tolist(), len(curves))
 
 
@@ -243,16 +241,14 @@ def compare_with_baseline(
     return {name: AgainstBaseline(one, adjusted.get(name)) for name, one in compared.items()}
 
 
-def compare_pairs(
-    first: Mapping[int, float], second: Mapping[int, float], confidence: float = PAIRED_CONFIDENCE
-) -> Comparison | None:
+def compare_pairs(first: Mapping[int, float], second: Mapping[int, float]) -> Comparison | None:
     """Return the mean of `second` minus that of `first` over the seeds that both have, with Student's paired interval.
 
     None where no seed is in both. Where the differences do not spread, the interval has no width.
     """
     seeds = sorted(first.keys() & second.keys())
     differences = [second[seed] - first[seed] for seed in seeds]
-    told = estimate(differences, confidence)
+    told = estimate(differences, PAIRED_CONFIDENCE)
     if told is None:
         return None
     num_seeds = (len(seeds), len(seeds))

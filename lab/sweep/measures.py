@@ -81,13 +81,13 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
     num_tokens = sum(row.number("tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
     waited_s = sum(_wait_s(row) for row, is_first in _steps(history, train) if not is_first)
     actor_s = sum_seconds(history.actors.values())
-    lags = history.groups_by_lag
+    lags, held_out = history.groups_by_lag, history.held_out_rewards
     bias = bias_report(ended_leases(history))
     parts = {part.name: part for part in bias.parts}
     dropped = history.groups_by_drop_reason
     return RunMeasures(
         final_reward=final_reward(history),
-        held_out_reward=_held_out(history),
+        held_out_reward=held_out[max(held_out)] if held_out else None,
         num_steps=len(history.steps),
         num_groups=round(num_groups),
         train_s=train_s,
@@ -158,11 +158,6 @@ def _mean(history: RunHistory, name: str, num_last: int = 0) -> float | None:
     """Return the mean of a metric over the last `num_last` steps, 0 for all; None where no step has it."""
     values = [value for row in history.steps[-num_last:] if (value := row.number(name)) is not None]
     return statistics.fmean(values) if values else None
-
-
-def _held_out(history: RunHistory) -> float | None:
-    rewards = {version: row.reward for version, row in history.evaluations.items() if row.reward is not None}
-    return rewards[max(rewards)] if rewards else None
 
 
 def _length(part: OutcomeSummary) -> float | None:

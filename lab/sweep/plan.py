@@ -231,10 +231,8 @@ def evaluations_of(history: RunHistory) -> Curve:
     In a run without evaluations the reward of the first step, whose rollouts are of the first weights, stands for the one
     before it, and the means of `HOPELESS_NUM_STEPS` steps each for the others.
     """
-    known = {version: row.reward for version, row in history.evaluations.items() if row.reward is not None}
-    if known:
-        versions = sorted(known)
-        return Curve([float(version) for version in versions], [known[version] for version in versions])
+    if known := history.held_out_rewards:
+        return Curve([float(version) for version in known], [*known.values()])
     steps = [(row.policy_version, reward) for row in history.steps if (reward := row.number("reward/mean")) is not None]
     if not steps:
         return Curve([], [])
