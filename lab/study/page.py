@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import number
 from offbeat.common.pages.page import render
 from offbeat.lab.study import analysis
 from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
@@ -127,21 +128,17 @@ def _method_line(result: analysis.MethodResult) -> tuple[str, ...]:
     reward, against = result.reward, result.against_baseline
     difference, p_value = "–", "–"
     if against is not None:
-        low, high = against.compared.low, against.compared.high
-        difference = f"{against.compared.difference:+.3f}"
-        if low is not None and high is not None:
-            difference += f" ({low:+.3f} to {high:+.3f})"
-            p_value = f"{against.adjusted_p:.2g}"
-            difference = f"**{difference}**" if against.is_significant else difference
+        difference = _bold(against.compared.text(), against.is_significant)
+        p_value = number(against.adjusted_p, ".2g")
     return (
         f"`{result.method}`",
         f"{result.num_seeds}",
         f"{reward.mean:.3f}",
-        "–" if reward.high is None else f"{reward.high - reward.mean:.3f}",
+        number(None if reward.high is None else reward.high - reward.mean),
         difference,
         p_value,
         f"{result.area:.3f}",
-        "–" if result.steps_to_target is None else f"{result.steps_to_target:g}",
+        number(result.steps_to_target, "g"),
         f"{result.num_stopped}",
     )
 
@@ -161,25 +158,18 @@ def _claims(rows: Sequence[StudyRow]) -> str:
 
 
 def _finding_line(claim: str, finding: analysis.TestedContrast) -> tuple[str, ...]:
-    compared = finding.compared
-    mean = f"{compared.difference:+.3f}"
-    if compared.low is not None and compared.high is not None:
-        mean += f" ({compared.low:+.3f} to {compared.high:+.3f})"
-    mean = f"**{mean}**" if finding.sign else mean
-    p_value = "–" if finding.adjusted_p is None else f"{finding.adjusted_p:.2g}"
-    return claim, f"{finding.difference}", f"{compared.num_seeds[0]}", mean, p_value
+    mean = _bold(finding.compared.text(), finding.sign != 0)
+    return claim, f"{finding.difference}", f"{finding.compared.num_seeds[0]}", mean, number(finding.adjusted_p, ".2g")
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
 
 
 def _signs(rows: Sequence[StudyRow]) -> str:
-    signs = analysis.signs_of_collapse(rows)
     lines = [
-        (
-            sign.name,
-            f"{sign.num_collapsed}",
-            f"{sign.num_others}",
-            "–" if sign.share is None else f"{sign.share:.2f}",
-        )
-        for sign in signs
+        (sign.name, f"{sign.num_collapsed}", f"{sign.num_others}", number(sign.share, ".2f"))
+        for sign in analysis.signs_of_collapse(rows)
     ]
     text = (
         f"### Signs of a collapse\n\nA run has collapsed that ends {analysis.FALL:g} or more below its best evaluation. Each "

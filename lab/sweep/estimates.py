@@ -56,6 +56,11 @@ class Comparison:
     """Result of Welch's two-sided test; None where either value has fewer than two seeds."""
     num_seeds: tuple[int, int]
 
+    def text(self, form: str = "+.3f") -> str:
+        """Return the difference, and in brackets its interval where it has one."""
+        interval = "" if self.low is None or self.high is None else f" ({self.low:{form}} to {self.high:{form}})"
+        return f"{self.difference:{form}}{interval}"
+
     def wider_than(self, least_width: float) -> "Comparison":
         """Return the comparison itself, or without interval and p-value where the interval is not wider than `least_width`."""
         if self.low is None or self.high is None or self.high - self.low > least_width:

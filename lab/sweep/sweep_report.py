@@ -13,7 +13,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots
-from offbeat.lab.sweep.estimates import CONFIDENCE, PAIRED_CONFIDENCE, SIGNIFICANT, AgainstBaseline, Comparison, Estimate
+from offbeat.lab.sweep.estimates import CONFIDENCE, PAIRED_CONFIDENCE, SIGNIFICANT, AgainstBaseline, Estimate
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
 from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
@@ -141,7 +141,7 @@ def _learning(gathered: Gathered) -> page.PageSection:
         "Wall-clock, s": _shown("train_s", ",.1f"),
         f"To within {summary.margin:g}, s": lambda value: _reach(value.seconds_to_margin, value.num_to_margin, value),
         "In groups": lambda value: _estimate(value.groups_to_margin, ",.0f"),
-        "Over the reference's": lambda value: _ratio(value.time_ratio),
+        "Over the reference's": lambda value: value.time_ratio.text(".2f") if value.time_ratio else "–",
         "To the reference's own, s": lambda value: _reach(value.seconds_to_reference, value.num_to_reference, value),
     }
     caption = (
@@ -217,7 +217,7 @@ def _differences(summary: Summary) -> page.PageSection:
             _verdict(one.final_reward),
             *_difference(one.final_reward),
             *_difference(one.held_out_reward),
-            _ratio(one.train_s),
+            one.train_s.text(".2f") if one.train_s else "–",
         )
         for one in summary.differences
     ]
@@ -244,18 +244,7 @@ def _difference(against: AgainstBaseline | None) -> tuple[str, str]:
     """Return the difference with its interval, and its corrected p-value."""
     if against is None:
         return "–", "–"
-    told = against.compared
-    if told.low is None or told.high is None or against.adjusted_p is None:
-        return f"{told.difference:+.3f}", "–"
-    return f"{told.difference:+.3f} ({told.low:+.3f} to {told.high:+.3f})", f"{against.adjusted_p:.3f}"
-
-
-def _ratio(ratio: Comparison | None) -> str:
-    if ratio is None:
-        return "–"
-    if ratio.low is None or ratio.high is None:
-        return f"{ratio.difference:.2f}"
-    return f"{ratio.difference:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return against.compared.text(), number(against.adjusted_p, ".3f")
 
 
 def _runs(summary: Summary) -> page.PageSection:
