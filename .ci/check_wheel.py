@@ -1,4 +1,4 @@
-"""Builds the wheel and checks it: every file of the package once, nothing else, and `offbeat check` runs from it.
+"""Builds the sdist, and the wheel from it, and checks: every file of the package once, nothing else, and `offbeat check` runs.
 
 The build downloads hatchling unless pip finds it in its cache. Run it from the repository: python .ci/check_wheel.py
 """
@@ -26,7 +26,13 @@ def main() -> None:
     """Exit with a message when the wheel is wrong."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--target", folder / "build", "hatchling"], check=True)
+        build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder]
+        tools = {**os.environ, "PYTHONPATH": str(folder / "build")}
+        subprocess.run(build, cwd=ROOT, env=tools, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        (sdist,) = folder.glob("offbeat-*.tar.gz")
+        subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, sdist], check=True)
         (wheel,) = folder.glob("offbeat-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if ".dist-info/" not in name]
@@ -47,7 +53,7 @@ def main() -> None:
             ["-m", "offbeat.deploy.cli.main", "check"],
         ):
             subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
-        print(f"{wheel.name}: {len(names)} files, each once")
+        print(f"{sdist.name} -> {wheel.name}: {len(names)} files, each once")
 
 
 if __name__ == "__main__":
