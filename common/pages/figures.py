@@ -6,7 +6,7 @@ Labels are plain text. `figure_json` escapes them all, since Plotly reads some t
 import html
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -98,6 +98,13 @@ def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) 
         "line": {"color": color, "width": 2},
         "hovertemplate": "%{y:.3~g}",
     }
+
+
+def bar_trace(bars: Iterable[tuple[Any, float]], name: str, color: str, hover: str) -> Trace:
+    """Return bars, each by its place and its height; `hover` is the template of their labels."""
+    pairs = list(bars)
+    xs, ys = [place for place, _ in pairs], [height for _, height in pairs]
+    return {"type": "bar", "name": name, "x": xs, "y": ys, "marker": {"color": color}, "hovertemplate": hover}
 
 
 def band_traces(xs: Sequence[float], lower: Sequence[float], upper: Sequence[float], name: str, color: str) -> list[Trace]:

@@ -80,31 +80,31 @@ def reward_by_time(history: RunHistory) -> figures.Plot:
 
 def reward_by_task(history: RunHistory) -> list[figures.Plot]:
     """Return the mean reward of each task by step, where the run tells tasks apart."""
-    names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_REWARDS)})
-    if not names:
-        return []
-    traces: list[figures.Trace] = []
-    for name, color in zip(names, itertools.cycle(figures.ACTOR_COLORS), strict=False):
-        steps, rewards = figures.series(history.steps, name)
-        smooth = figures.running_mean(rewards, max(1, len(rewards) // 10))
-        traces.append(figures.line_trace(steps, smooth, name.removeprefix(TASK_REWARDS), color) | {"mode": "lines"})
-    layout = figures.step_layout("optimizer step", traces[0]["x"], "reward")
     lead = "Running mean of the reward of each task (data.task_field)."
-    return [figures.Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
+    return _by_task(history, TASK_REWARDS, "Reward by task", lead, "reward", smooths=True)
 
 
 def share_by_task(history: RunHistory) -> list[figures.Plot]:
     """Return the share of each task's prompts that was leased, by step, where the run had a curriculum."""
-    names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_SHARES)})
+    lead = "Share of each task's prompts that is leased in a pass over the data, as data.curriculum weighs them."
+    plots = _by_task(history, TASK_SHARES, "Curriculum", lead, "share", smooths=False)
+    for plot in plots:
+        plot.layout["yaxis"]["range"] = [0, 1.02]
+    return plots
+
+
+def _by_task(history: RunHistory, prefix: str, title: str, lead: str, y_title: str, *, smooths: bool) -> list[figures.Plot]:
+    """Return a plot with a line for each task that has a metric of this prefix; none where no task has one."""
+    names = sorted({name for row in history.steps for name in row.metrics if name.startswith(prefix)})
     if not names:
         return []
     traces: list[figures.Trace] = []
     for name, color in zip(names, itertools.cycle(figures.ACTOR_COLORS), strict=False):
-        steps, shares = figures.series(history.steps, name)
-        traces.append(figures.line_trace(steps, shares, name.removeprefix(TASK_SHARES), color) | {"mode": "lines"})
-    layout = figures.step_layout("optimizer step", traces[0]["x"], "share", y={"range": [0, 1.02]})
-    lead = "Share of each task's prompts that is leased in a pass over the data, as data.curriculum weighs them."
-    return [figures.Plot("Curriculum", lead, traces, layout, missing=_NO_REWARD)]
+        steps, values = figures.series(history.steps, name)
+        shown = figures.running_mean(values, max(1, len(values) // 10)) if smooths else values
+        traces.append(figures.line_trace(steps, shown, name.removeprefix(prefix), color) | {"mode": "lines"})
+    layout = figures.step_layout("optimizer step", traces[0]["x"], y_title)
+    return [figures.Plot(title, lead, traces, layout, missing=_NO_REWARD)]
 
 
 def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> figures.Plot:
@@ -127,11 +127,10 @@ def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> figures.P
 def groups_without_signal(history: RunHistory) -> figures.Plot:
     """Return the number of groups in each step whose completions all got one reward."""
     steps, counts = figures.series(history.steps, "reward/zero_variance_groups")
-    bars = {"type": "bar", "x": steps, "y": counts, "marker": {"color": figures.GOLD}, "hovertemplate": "%{y:.3~g} groups"}
     return figures.Plot(
         "Groups without signal",
         "Groups per step whose completions all got the same reward: their advantages are zero and teach nothing.",
-        [bars | {"name": ""}] if counts else [],
+        [figures.bar_trace(zip(steps, counts, strict=True), "", figures.GOLD, "%{y:.3~g} groups")] if counts else [],
         figures.step_layout("optimizer step", steps, "groups") | {"bargap": 0.1},
         missing="No step has recorded its zero-variance groups.",
     )
@@ -176,17 +175,9 @@ def completion_lengths(history: RunHistory) -> figures.Plot:
         counts = [0] * num_bins
         for length in lengths:
             counts[length // width] += 1
-        traces.append(
-            {
-                "type": "bar",
-                "name": f"{label} ({len(lengths):,})",
-                "x": [(index + 0.5) * width for index in range(num_bins)],
-                "y": [count / max(1, len(lengths)) for count in counts],
-                "customdata": counts,
-                "marker": {"color": color},
-                "hovertemplate": "%{y:.1%} (%{customdata})",
-            }
-        )
+        shares = [((index + 0.5) * width, count / max(1, len(lengths))) for index, count in enumerate(counts)]
+        bars = figures.bar_trace(shares, f"{label} ({len(lengths):,})", color, "%{y:.1%} (%{customdata})")
+        traces.append(bars | {"customdata": counts})
     layout = figures.plot_layout("completion tokens", "share of completions", y={"tickformat": ".0%"})
     means = f"; mean {statistics.fmean(generated):,.0f} tokens generated" if generated else ""
     means += f", {statistics.fmean(trained):,.0f} trained" if trained else ""

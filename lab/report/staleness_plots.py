@@ -13,16 +13,9 @@ def lag_histogram(history: RunHistory) -> figures.Plot:
     """Return the number of trained groups at each policy lag."""
     counts = history.groups_by_lag
     total = sum(counts.values())
-    bars = {
-        "type": "bar",
-        "x": list(counts),
-        "y": list(counts.values()),
-        "text": [f"{count / total:.0%}" if count >= total / 100 else "< 1%" for count in counts.values()],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "marker": {"color": figures.BLUE},
-        "hovertemplate": "lag %{x}: %{y} groups<extra></extra>",
-    }
+    bars = figures.bar_trace(counts.items(), "", figures.BLUE, "lag %{x}: %{y} groups<extra></extra>")
+    bars["text"] = [f"{count / total:.0%}" if count >= total / 100 else "< 1%" for count in counts.values()]
+    bars |= {"textposition": "outside", "cliponaxis": False}
     layout = figures.plot_layout("policy lag (optimizer steps)", "groups", x={"dtick": 1 if len(counts) < 20 else None})
     layout["hovermode"] = "closest"
     return figures.Plot(
@@ -155,18 +148,7 @@ def clip_by_lag(drift: Sequence[LagDrift]) -> figures.Plot:
         ("clipped", figures.BLUE, [(line.bucket, line.clip_fraction) for line in drift if line.clip_fraction is not None]),
         ("masked", figures.ORANGE, [(line.bucket, line.masked) for line in drift if line.masked is not None]),
     )
-    traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": [bucket for bucket, _ in shares],
-            "y": [share for _, share in shares],
-            "marker": {"color": color},
-            "hovertemplate": "%{y:.1%}",
-        }
-        for name, color, shares in parts
-        if shares
-    ]
+    traces = [figures.bar_trace(shares, name, color, "%{y:.1%}") for name, color, shares in parts if shares]
     return figures.Plot(
         "Clipped and masked by policy lag",
         "Share of the completions of each lag whose gradient the clip band made zero, and of their tokens that the off-policy "

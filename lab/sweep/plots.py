@@ -165,16 +165,7 @@ def _bar_plot(
     for name, label, color in parts:
         told = [(value.label, value.estimates[name].mean) for value in summary.values if name in value.estimates]
         if told:
-            traces.append(
-                {
-                    "type": "bar",
-                    "name": label,
-                    "x": [value for value, _ in told],
-                    "y": [mean for _, mean in told],
-                    "marker": {"color": color},
-                    "hovertemplate": "%{y:.3~g}",
-                }
-            )
+            traces.append(figures.bar_trace(told, label, color, "%{y:.3~g}"))
     layout = _value_layout(summary, y_title, y_axis) | {"barmode": "group", "bargap": 0.35, "hovermode": "x unified"}
     return figures.Plot(title, caption, traces, layout, missing=_NO_RUN)
 
