@@ -69,11 +69,8 @@ def gspo(
     The ratio carries the gradient of its whole row. Where advantages or a correction's weights vary within a row, every
     token gets the row's mean; use `gspo_token` where each token must have its own.
     """
-    log_of_tokens = inputs.log_ratio
-    log_ratio = log_sequence_ratio(log_of_tokens, inputs.completion_mask).expand_as(inputs.policy_logprobs)
-    return _clipped_losses(
-        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    log_ratio = log_sequence_ratio(inputs.log_ratio, inputs.completion_mask).expand_as(inputs.policy_logprobs)
+    return _clipped_losses(inputs, log_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def gspo_token(
@@ -90,9 +87,7 @@ def gspo_token(
     log_of_tokens = inputs.log_ratio
     # The difference is exactly 0; adding log s to it last keeps 3e-4 from being rounded beside log-probs of size 10.
     log_ratio = (log_of_tokens - log_of_tokens.detach()) + log_sequence_ratio(log_of_tokens.detach(), inputs.completion_mask)
-    return _clipped_losses(
-        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    return _clipped_losses(inputs, log_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def ppo_clip(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> TokenLosses:
@@ -105,10 +100,7 @@ def ppo_clip(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip
     With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where r > c, and has no gradient there:
     https://arxiv.org/abs/1912.09729. Other implementations cap r for both signs, or set c = 1 + 2 `clip_high`.
     """
-    log_ratio = inputs.log_ratio
-    return _clipped_losses(
-        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    return _clipped_losses(inputs, inputs.log_ratio, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> TokenLosses:
@@ -118,10 +110,7 @@ def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Tok
     `ppo_clip`, and it falls smoothly to 0. Only the gradient is normalized this way: the value at r = 1 is `-2 A / tau`.
     Nothing is clipped: `clipped` is all False. (Popular pseudo-code multiplies the gate by r again, which doubles the ratio.)
     """
-    log_ratio = inputs.log_ratio
-    return _gated_losses(
-        log_ratio, inputs.completion_mask, inputs.advantages, tau_positive=tau_positive, tau_negative=tau_negative
-    )
+    return _gated_losses(inputs, inputs.log_ratio, tau_positive=tau_positive, tau_negative=tau_negative)
 
 
 def sapo_sequence(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> TokenLosses:
@@ -130,11 +119,8 @@ def sapo_sequence(inputs: LossInputs, *, tau_positive: float, tau_negative: floa
     `l_it = -(4 / tau) sigmoid(tau (s_i - 1)) A_it`. Under `seq-mean-token-mean` the gradient with respect to a loss token's
     log-prob is `-sech^2(tau (s_i - 1) / 2) s_i A_i / (N |y_i|)`. As in `gspo` every token gets the row's mean advantage.
     """
-    log_of_tokens = inputs.log_ratio
-    log_ratio = log_sequence_ratio(log_of_tokens, inputs.completion_mask)
-    return _gated_losses(
-        log_ratio, inputs.completion_mask, inputs.advantages, tau_positive=tau_positive, tau_negative=tau_negative
-    )
+    log_ratio = log_sequence_ratio(inputs.log_ratio, inputs.completion_mask)
+    return _gated_losses(inputs, log_ratio, tau_positive=tau_positive, tau_negative=tau_negative)
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
@@ -301,29 +287,21 @@ def _is_pushed_outward(log_ratio: Tensor, completion_mask: Tensor, advantages: T
     return completion_mask & outward
 
 
-def _gated_losses(
-    log_ratio: Tensor, completion_mask: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
-) -> TokenLosses:
+def _gated_losses(inputs: LossInputs, log_ratio: Tensor, *, tau_positive: float, tau_negative: float) -> TokenLosses:
     """`-(4 / tau) sigmoid(tau (ratio - 1)) A` for the ratio of a token or of a row."""
     # expm1 keeps the distance of a ratio near 1 from 1, which exp() - 1 rounds.
     distance = _bounded(log_ratio).expm1()
-    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    tau = torch.full_like(inputs.advantages, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
     gate = (4 / tau) * torch.sigmoid(tau * distance)
-    token_losses = -gate * torch.where(completion_mask, advantages, 0.0)
+    token_losses = -gate * torch.where(inputs.completion_mask, inputs.advantages, 0.0)
     return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
 def _clipped_losses(
-    log_ratio: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float | Tensor,
-    clip_high: float | Tensor,
-    dual_clip: float | None,
+    inputs: LossInputs, log_ratio: Tensor, *, clip_low: float | Tensor, clip_high: float | Tensor, dual_clip: float | None
 ) -> TokenLosses:
     """`-min(ratio A, clip(ratio) A)` for the ratio of a token or of a row; `log_ratio` is finite everywhere."""
-    advantages = torch.where(completion_mask, advantages, 0.0)
+    advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
     positive, negative = advantages > 0, advantages < 0
     ratio = bounded_ratio(log_ratio)
     # min() spelled out: torch.minimum() splits the gradient where both are equal.
