@@ -173,23 +173,16 @@ class WeightPublisher:
         self._server.wake()
 
     def _end_staged_pull(self, actor: str, message: WeightsStaged) -> None:
-        pull = self._pulls.end_staged(actor, message.policy_version)
-        if pull is None:
+        ended = self._pulls.end_staged(actor, message)
+        if ended is None:
             return
+        peer, row = ended
         if message.error:
-            self._actor_versions.exclude(pull.peer, actor, f"could not pull the weights: {message.error}")
+            self._actor_versions.exclude(peer, actor, f"could not pull the weights: {message.error}")
             return
-        self._actor_versions.note_sent(pull.peer, pull.policy_version)
-        row = PullRow(
-            actor=actor,
-            policy_version=pull.policy_version,
-            pull_s=pull.pull_s,
-            sent_bytes=pull.sent_bytes,
-            full_bytes=pull.full_bytes,
-            delta_error=message.delta_error or None,
-        )
+        self._actor_versions.note_sent(peer, row.policy_version)
         self._pull_rows.append(row)
-        self._num_delta_errors += bool(message.delta_error)
+        self._num_delta_errors += row.delta_error is not None
 
     # The publisher's and the server's thread
 

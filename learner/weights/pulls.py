@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from offbeat.common.records.rows import PullRow
 from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.double_buffer import DoubleBuffer, WeightSnapshot
 from offbeat.learner.weights.server import Delta, DeltaChain, WeightServer
 from offbeat.learner.weights.transport import Transport
-from offbeat.protocols.messages import WeightPull
+from offbeat.protocols.messages import WeightPull, WeightsStaged
 
 
 class Pull(NamedTuple):
@@ -23,19 +24,6 @@ class Pull(NamedTuple):
     """Start of the pull, on `time.monotonic` like all times here."""
     is_announced: bool = False
     """True when `WeightPull` was posted on the connection that the actor has now."""
-
-
-class StagedPull(NamedTuple):
-    """The end of a pull that its actor reported."""
-
-    peer: bytes
-    policy_version: int
-    pull_s: float
-    """Seconds since the pull began."""
-    sent_bytes: int
-    """Size of the chunks that the server sent for it."""
-    full_bytes: int
-    """Size of the weights."""
 
 
 class LatePull(NamedTuple):
@@ -127,14 +115,21 @@ class PullService:
         if peer in self._pulls and not self._server.visitor(peer).num_requests:
             self._pulls[peer] = self._pulls[peer]._replace(is_announced=False)
 
-    def end_staged(self, actor: str, policy_version: int) -> StagedPull | None:
-        """End the pull of this version by the actor of this name; return what it took, or None when there is no such pull."""
+    def end_staged(self, actor: str, staged: WeightsStaged) -> tuple[bytes, PullRow] | None:
+        """End the pull that an actor reports; return its address and the row about it, None when there is no such pull."""
         for peer, pull in self._pulls.items():
-            if (pull.name, pull.policy_version) == (actor, policy_version):
+            if (pull.name, pull.policy_version) == (actor, staged.policy_version):
                 assert self._lent is not None
-                sent_bytes, full_bytes = self._server.visitor(peer).num_bytes, len(self._lent.buffer.flat)
+                row = PullRow(
+                    actor=actor,
+                    policy_version=pull.policy_version,
+                    pull_s=time.monotonic() - pull.begun_at,
+                    sent_bytes=self._server.visitor(peer).num_bytes,
+                    full_bytes=len(self._lent.buffer.flat),
+                    delta_error=staged.delta_error or None,
+                )
                 self.end(peer)
-                return StagedPull(peer, policy_version, time.monotonic() - pull.begun_at, sent_bytes, full_bytes)
+                return peer, row
         return None
 
     def end_obsolete(self, recipients: Iterable[Recipient]) -> None:

@@ -11,6 +11,7 @@ from offbeat.learner.weights import pulls as pulls_module
 from offbeat.learner.weights.double_buffer import DoubleBuffer
 from offbeat.learner.weights.pulls import PullService
 from offbeat.learner.weights.server import Visitor, WeightServer
+from offbeat.protocols.messages import WeightsStaged
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, FakeServer, actor
 
 
@@ -92,12 +93,14 @@ def test_pull_ends_when_its_actor_leaves_or_has_the_version() -> None:
 def test_report_ends_the_pull_of_that_actor_and_version() -> None:
     bench = Bench()
     bench.pulls.admit([actor("a"), actor("b")])
-    assert bench.pulls.end_staged("a", 2) is None
-    assert bench.pulls.end_staged("c", 3) is None
+    assert bench.pulls.end_staged("a", WeightsStaged(policy_version=2, epoch=-1)) is None
+    assert bench.pulls.end_staged("c", WeightsStaged(policy_version=3, epoch=-1)) is None
     bench.server.visitors[b"b"].num_bytes = 100
-    pull = bench.pulls.end_staged("b", 3)
-    assert pull is not None
-    assert (pull.peer, pull.policy_version, pull.sent_bytes, pull.full_bytes) == (b"b", 3, 100, 256)
+    ended = bench.pulls.end_staged("b", WeightsStaged(policy_version=3, epoch=-1))
+    assert ended is not None
+    peer, row = ended
+    assert (peer, row.actor, row.policy_version, row.sent_bytes, row.full_bytes) == (b"b", "b", 3, 100, 256)
+    assert row.delta_error is None
     assert b"b" not in bench.pulls
     assert b"a" in bench.pulls
 
