@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.files import replace
+from offbeat.common.records.rows import LedgerSums
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import keys_of_learner
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.protocols.addresses import address_file, host_of, reachable
 from offbeat.protocols.channels import Hub
@@ -196,12 +196,12 @@ class ActorLink:
         """Make the training thread raise this."""
         self._dispatcher.fail(error)
 
-    def close(self, reason: str) -> LedgerCounts:
+    def close(self, reason: str) -> LedgerSums:
         """Tell every actor that the run is over and why, stop serving, and return what became of the leases."""
         self._dismiss(reason)
         return self.pause()
 
-    def pause(self) -> LedgerCounts:
+    def pause(self) -> LedgerSums:
         """Stop serving, and return what became of the leases; the actors keep theirs, and look for the next learner."""
         self._hub_thread.close()
         return self._dispatcher.counts()

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.rows import EventRow, FinalRow, LedgerSums, Recorder
+from offbeat.common.records.rows import EventRow, FinalRow, Recorder
 from offbeat.common.records.run_folder import MODEL
 from offbeat.common.settings.config import Config
 from offbeat.learner.curriculum import Curriculum
@@ -307,7 +305,7 @@ class Learner:
         final = FinalRow(
             policy_version=self._loop.policy_version,
             wall_s=time.monotonic() - self._started,
-            ledger=LedgerSums(**msgspec.structs.asdict(counts)),
+            ledger=counts,
             outcome=outcome,
             detail=detail,
         )

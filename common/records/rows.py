@@ -331,6 +331,16 @@ class LedgerSums(msgspec.Struct, frozen=True):
         """The right side of `leased = trained + dropped + expired + in flight`."""
         return self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
 
+    @property
+    def adds_up(self) -> bool:
+        """True when the conservation law holds."""
+        return self.leased == self.num_accounted
+
+    def by_name(self) -> dict[str, int]:
+        """Return the sums by name, for people; drops as `dropped/REASON`."""
+        dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
+        return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
+
 
 class FinalRow(Stamped, frozen=True, kw_only=True, tag="final"):
     """The end of the run."""

@@ -21,7 +21,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from offbeat.common.records.rows import Recorder
+from offbeat.common.records.rows import LedgerSums, Recorder
 from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
 from offbeat.learner.dispatch.canary import Canary
@@ -38,7 +38,6 @@ from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
-from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_reading import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
@@ -221,7 +220,7 @@ class Dispatcher:
         with self._lock:
             return self._journal.is_over
 
-    def counts(self) -> LedgerCounts:
+    def counts(self) -> LedgerSums:
         """Return the ledger's sums."""
         with self._lock:
             return self._journal.ledger.counts()

@@ -75,7 +75,7 @@ class Status:
             waiting_for=self._watchdog.waiting_for() or "",
             uptime_s=now - self._started_at,
             members=tuple(member.status(now) for member in self._roster),
-            ledger=ledger.counts().sums(),
+            ledger=ledger.counts().by_name(),
             num_ready=ledger.num_ready,
             num_generating=ledger.num_open - ledger.num_ready,
             epoch=stream.epoch,

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from offbeat.common.records.rows import LedgerSums
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, Tallies, add_group, copy_tallies
 from offbeat.learner.leases.log_reading import Position
@@ -27,28 +28,6 @@ ZERO_VARIANCE = "zero_variance"
 
 UNSEEN_LEASES = 1 << 20
 """Lease ids skipped at a restart: more than a dead learner can have granted without a record in the log."""
-
-
-class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The counts of leases, as reports show and checkpoints keep them."""
-
-    leased: int = 0
-    trained: int = 0
-    dropped: dict[str, int] = {}
-    """Dropped leases by reason."""
-    expired: int = 0
-    """Taken back from an actor that was late, lost or left; the prompt was re-queued."""
-    in_flight: int = 0
-
-    @property
-    def adds_up(self) -> bool:
-        """True when the conservation law holds."""
-        return self.leased == self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
-
-    def sums(self) -> dict[str, int]:
-        """Return the counts by name, for people; drops as `dropped/REASON`."""
-        dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
-        return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
 
 
 class EpochAccount(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -85,7 +64,7 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `Ledger` in a checkpoint."""
 
-    counts: LedgerCounts
+    counts: LedgerSums
     next_lease_id: int
     open: tuple[SavedLease, ...]
     epochs: dict[int, EpochAccount]
@@ -173,9 +152,9 @@ class Ledger:
         """Groups in the buffer."""
         return len(self._ready)
 
-    def counts(self) -> LedgerCounts:
+    def counts(self) -> LedgerSums:
         """Return the counts as they are now."""
-        return LedgerCounts(self._leased, self._trained, dict(self._dropped), self._expired, len(self._open))
+        return LedgerSums(self._leased, self._trained, dict(self._dropped), self._expired, len(self._open))
 
     def next_lease_id(self) -> int:
         """Return a fresh id. Evaluation leases take theirs here too and are not in the account."""

@@ -35,7 +35,7 @@ import torch
 
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import PARENT_VARIABLE
-from offbeat.common.records.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
+from offbeat.common.records.rows import FinalRow, GroupRow, Row, StepRow
 from offbeat.common.records.writer import ROWS_FILE, MetricsWriter, read_rows
 from offbeat.common.settings.config import (
     ActorSection,
@@ -153,7 +153,7 @@ class SocketLearner:
         self._dispatcher.wait_left(PATIENCE_S)
         self._hub_thread.close()
         self._log.close()
-        ledger = LedgerSums(**msgspec.structs.asdict(self._dispatcher.counts()))
+        ledger = self._dispatcher.counts()
         self._metrics.write(
             FinalRow(policy_version=SOCKET_STEPS, wall_s=0.0, ledger=ledger, outcome="finished", detail="no model was trained")
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.rows import EvalRow, Recorder, Row, row_fields
+from offbeat.common.records.rows import EvalRow, LedgerSums, Recorder, Row, row_fields
 from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection, RunSection, WeightsSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner import service
@@ -23,7 +23,6 @@ from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.hub import ActorLink, HubThread
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints
@@ -106,7 +105,7 @@ class FakeDispatcher:
         """Waits until the last evaluation is finished."""
         self.activities: list[str] = []
         """The activities that operators saw."""
-        self.counted = LedgerCounts(leased=3, trained=3)
+        self.counted = LedgerSums(3, 3, {}, 0, 0)
         self.signal_at = float("inf")
         """Time at which the run is asked to stop."""
         self.leave = True
@@ -165,7 +164,7 @@ class FakeDispatcher:
         self._calls.append(f"wait {timeout_s:g} s for actors to leave")
         return self.leave
 
-    def counts(self) -> LedgerCounts:
+    def counts(self) -> LedgerSums:
         return self.counted
 
 
@@ -507,6 +506,6 @@ def test_service_that_fails_tells_everyone_and_raises(error: Exception, detail: 
 
 def test_ledger_that_does_not_add_up_is_an_error() -> None:
     bench = Bench(num_steps=1)
-    bench.dispatcher.counted = LedgerCounts(leased=4, trained=3)
+    bench.dispatcher.counted = LedgerSums(4, 3, {}, 0, 0)
     with pytest.raises(AssertionError, match="does not add up"):
         bench.learner.run(bench.stop)

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from offbeat.common.records.rows import LedgerSums
 from offbeat.learner.leases.events import Dropped, Expired, Started
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import (
     UNSEEN_LEASES,
     EpochAccount,
     Ledger,
-    LedgerCounts,
     LedgerState,
     SavedLease,
     needed_position,
@@ -288,4 +288,4 @@ def test_restart_needs_the_oldest_group_in_the_buffer_or_the_end_of_the_log(
 
 
 def test_sums_that_do_not_agree_are_noticed() -> None:
-    assert not LedgerCounts(leased=2, trained=1).adds_up
+    assert not LedgerSums(2, 1, {}, 0, 0).adds_up

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offbeat.common.errors import SettingError
-from offbeat.common.records.rows import EvalRow, Row, row_fields
+from offbeat.common.records.rows import EvalRow, LedgerSums, Row, row_fields
 from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.common.weights.flat import make_layout
@@ -22,7 +22,7 @@ from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
-from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
+from offbeat.learner.leases.ledger import LedgerState, SavedLease
 from offbeat.learner.leases.log_reading import LogFullError, Position, read_whole_log
 from offbeat.learner.leases.prompt_stream import StreamState
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -46,7 +46,7 @@ def saved_lease(lease_id: int, offset: int | None) -> SavedLease:
 
 
 def state_with(log_end: Position | None, *open_leases: SavedLease) -> DispatcherState:
-    counts = LedgerCounts(leased=len(open_leases), in_flight=len(open_leases))
+    counts = LedgerSums(len(open_leases), 0, {}, 0, len(open_leases))
     ledger = LedgerState(counts, next_lease_id=len(open_leases), open=open_leases, epochs={})
     return DispatcherState(StreamState(5, 3, len(open_leases), ()), ledger, log_end, newest_version=0)
 
@@ -326,7 +326,7 @@ def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_pa
     assert log is not None
     log.close()
     recovered = resume.recover_run(tmp_path, None, PROMPTS, 0, has_log=True)
-    assert (recovered.num_records, recovered.ledger.counts()) == (0, LedgerCounts())
+    assert (recovered.num_records, recovered.ledger.counts()) == (0, LedgerSums(0, 0, {}, 0, 0))
 
 
 def identity_with(temperature: str, torch_version: str) -> RunIdentity:
