@@ -6,16 +6,16 @@ It counts the leases a second time and in another way than `learner.leases.ledge
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.common.records.rows import CanaryRow, EventRow, FinalRow, LedgerSums, Row
+from offbeat.common.records.rows import CanaryRow, EventRow, FinalRow, LedgerSums
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import replace_settings
 from offbeat.lab.prompt_order import PromptAudit, PromptOrder
@@ -25,8 +25,6 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.log_reading import Gap, LogDamagedError, Position, read_history
 from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.learner.training import checkpoints
-
-Kind = TypeVar("Kind", bound=Row)
 
 
 class Check(NamedTuple):
@@ -256,7 +254,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
         checks += audit_log(run / LOG, config, final_row(run), lost)
     return [
         *checks,
-        check_canaries(rows_of(run, CanaryRow), _tolerances(run, config)),
+        check_canaries(list(read_rows_of(run / ROWS_FILE, CanaryRow)), _tolerances(run, config)),
         check_checkpoints(run / CHECKPOINTS),
     ]
 
@@ -368,7 +366,8 @@ def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: L
 
 def _tolerances(run: Path, config: Config) -> list[float | None]:
     """Return every value of `weights.canary_tolerance` that was in force, in nats; None: the limits were measured."""
-    changes = [{row.setting: row.after} for row in rows_of(run, EventRow) if row.after and row.setting == CANARY_TOLERANCE]
+    events = read_rows_of(run / ROWS_FILE, EventRow)
+    changes = [{row.setting: row.after} for row in events if row.after and row.setting == CANARY_TOLERANCE]
     in_force = [config, *(replace_settings(config, change) for change in changes)]
     return [one.weights.canary_tolerance for one in in_force]
 
@@ -430,15 +429,9 @@ def _epoch_sizes(log: LogAudit) -> list[int]:
 def final_row(run: Path) -> FinalRow | None:
     """Return the row that ends the run; None when it was resumed after that, or has not ended."""
     final = None
-    for row in rows_of(run, EventRow, FinalRow):
+    for row in read_rows_of(run / ROWS_FILE, EventRow, FinalRow):
         if isinstance(row, FinalRow):
             final = row
         elif row.event == "run_started":
             final = None
     return final
-
-
-def rows_of(run: Path, *kinds: type[Kind]) -> list[Kind]:
-    """Return the rows of these kinds in a run's metrics; none where it has no metrics."""
-    file = run / ROWS_FILE
-    return [row for row in read_rows(file) if isinstance(row, kinds)] if file.exists() else []

@@ -20,7 +20,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import hash_model, resolve_model
 from offbeat.common.records.rows import EngineRow
 from offbeat.common.records.run_folder import CONFIG_FILE, LOG
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.completion import engine_band
 from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.corrections import parse_corrections, write_corrections
@@ -202,8 +202,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
 
 def engine_of(source: Path) -> EngineInfo:
     """Return the engine that sampled the run. `SettingError` when there was none, or several kinds."""
-    rows = list(read_rows(source / ROWS_FILE)) if (source / ROWS_FILE).is_file() else []
-    engines = [row.engine for row in rows if isinstance(row, EngineRow)]
+    engines = [row.engine for row in read_rows_of(source / ROWS_FILE, EngineRow)]
     kinds = {engine_numerics(engine) for engine in engines}
     if len(kinds) != 1:
         found = ", ".join(f"{kind.name} {kind.version} {kind.dtype} {kind.device}" for kind in kinds) or "none"

@@ -68,8 +68,6 @@ def read_end(run_folder: Path) -> EndedRun | None:
                     final = None
                 elif row.event == "setting_changed":
                     changes.append(row.detail)
-            case _:
-                pass
     if last_time is None:
         return None
     version = final.policy_version if final is not None else step.policy_version if step is not None else 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from offbeat.common.records import rows
 
 logger = logging.getLogger(__name__)
 
+Kind = TypeVar("Kind", bound=rows.Row)
 ROWS_FILE = "metrics.jsonl"
 """Name of the rows file in a run's folder."""
 
@@ -160,7 +161,7 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[row
                 broken_lines.append(number)
 
 
-def read_rows_of(path: Path, *kinds: type[rows.Row]) -> Iterator[rows.Row]:
+def read_rows_of(path: Path, *kinds: type[Kind]) -> Iterator[Kind]:
     """Yield the undamaged rows of these kinds in order; no rows where there is no file.
 
     Lines of other kinds, which are most of a long run's, are not decoded.

@@ -34,7 +34,7 @@ import msgspec
 from offbeat.common.errors import SettingError, SeveralSettingsError, one_line
 from offbeat.common.processes.shutdown import die_with_parent
 from offbeat.common.records.rows import StepRow
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import check, check_before_run
 from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.library_options import RESERVED
@@ -206,8 +206,7 @@ def _fits(value: object, annotation: set[str]) -> bool:
 
 def check_episodes(config: Config) -> Iterator[Finding]:
     """Find what the run's own steps say of the bound; without any, note below which step time it is too small."""
-    rows = Path(config.run.dir) / ROWS_FILE
-    steps = [row for row in read_rows(rows) if isinstance(row, StepRow)] if rows.exists() else []
+    steps = list(read_rows_of(Path(config.run.dir) / ROWS_FILE, StepRow))
     if steps:
         starved = bound_starves(steps[-HISTORY:])
         if starved is not None:

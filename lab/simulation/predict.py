@@ -18,7 +18,7 @@ from rich.text import Text
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow
 from offbeat.common.records.run_folder import CONFIG_FILE
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.eval_sets import eval_sets
@@ -233,9 +233,7 @@ def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Sou
 
 def _is_on_cpu(run: Path) -> bool:
     """Return whether an actor of this run joined with an engine on a CPU."""
-    if not (run / ROWS_FILE).exists():
-        return False
-    events = (row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow))
+    events = read_rows_of(run / ROWS_FILE, EventRow)
     return any(event.event == "actor_joined" and "on cpu" in event.detail for event in events)
 
 

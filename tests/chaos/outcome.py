@@ -7,7 +7,8 @@ import numpy as np
 
 from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.run_folder import MODEL
-from offbeat.lab.audit import Check, final_row, rows_of
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
+from offbeat.lab.audit import Check, final_row
 
 
 def check_outcome(run: Path, num_steps: int) -> Check:
@@ -22,9 +23,9 @@ def check_outcome(run: Path, num_steps: int) -> Check:
 
 def check_learning(run: Path, least: float) -> Check:
     """Check that the rewards of the last ten steps and of the last held-out evaluation are at least `least`."""
-    steps = {row.policy_version: row for row in rows_of(run, StepRow)}
+    steps = {row.policy_version: row for row in read_rows_of(run / ROWS_FILE, StepRow)}
     last = [steps[version].measured("reward/mean") for version in sorted(steps)[-10:]]
-    evaluations = rows_of(run, EvalRow)
+    evaluations = list(read_rows_of(run / ROWS_FILE, EvalRow))
     held_out = evaluations[-1].reward if evaluations else 0.0
     rewards = {
         "last 10 steps": float(np.mean(last)) if last else 0.0,
