@@ -36,6 +36,24 @@ _IN_BUCKET = "the step trained on completions in that bucket"
 _IN_TURNS = "an episode of the step has several turns, and one has turns in that bucket"
 _KL_K3 = "as kl/behavior_policy_k3"
 
+BY_LAG = {
+    "ratio/log_mean": "nats",
+    "ratio/log_std": "nats",
+    "ratio/m2": "nats²",
+    "clip/fraction": "share",
+    "clip/noise": "share",
+    "clip/drift": "share",
+    "ess/sequence": "share",
+    "ess/token": "share",
+    "kl/behavior_policy_k1": "nats per token",
+    "kl/behavior_policy_k3": "nats per token",
+    "kl/behavior_proximal_k3": "nats per token",
+    "kl/proximal_policy_k3": "nats per token",
+    "correction/masked": "share",
+    "correction/truncated": "share",
+}
+"""The metrics that each bucket of lags has too, with their units."""
+
 STEP_METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "Mean over the completions, before any scaling or penalty."),
     Metric("reward/std", "reward", "Standard deviation over the completions."),
@@ -122,22 +140,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("by_lag/<lag>/count", "completions", "Completions whose policy lag is in the bucket.", _IN_BUCKET),
     *(
         Metric(f"by_lag/<lag>/{name.replace('/', '_')}", unit, f"{name} of the completions in the bucket.", _IN_BUCKET)
-        for name, unit in (
-            ("ratio/log_mean", "nats"),
-            ("ratio/log_std", "nats"),
-            ("ratio/m2", "nats²"),
-            ("clip/fraction", "share"),
-            ("clip/noise", "share"),
-            ("clip/drift", "share"),
-            ("ess/sequence", "share"),
-            ("ess/token", "share"),
-            ("kl/behavior_policy_k1", "nats per token"),
-            ("kl/behavior_policy_k3", "nats per token"),
-            ("kl/behavior_proximal_k3", "nats per token"),
-            ("kl/proximal_policy_k3", "nats per token"),
-            ("correction/masked", "share"),
-            ("correction/truncated", "share"),
-        )
+        for name, unit in BY_LAG.items()
     ),
     Metric("by_turn/<turn>/tokens", "tokens", "Completion tokens of the turns in the bucket.", _IN_TURNS),
     Metric("by_turn/<turn>/lag_mean", "optimizer steps", "Mean lag of these tokens, each by its own version.", _IN_TURNS),

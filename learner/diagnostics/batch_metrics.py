@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.common.records.step_metrics import BY_LAG
 from offbeat.common.settings.objectives import Aggregation
 from offbeat.learner.calibration.bound_noise import NoiseBySign
 from offbeat.learner.diagnostics.row_statistics import Column
@@ -21,24 +22,6 @@ from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 SEQUENCE_WEIGHT_CAP = 8.0
 """Bound of the sequence weights in `ess/sequence_truncated`, as in VCPO: https://arxiv.org/abs/2602.17616."""
-
-_BY_LAG = (
-    "ratio/log_mean",
-    "ratio/log_std",
-    "ratio/m2",
-    "clip/fraction",
-    "clip/noise",
-    "clip/drift",
-    "ess/sequence",
-    "ess/token",
-    "kl/behavior_policy_k1",
-    "kl/behavior_policy_k3",
-    "kl/behavior_proximal_k3",
-    "kl/proximal_policy_k3",
-    "correction/masked",
-    "correction/truncated",
-)
-"""The metrics that each lag bucket has too."""
 
 
 class EngineNoise(NamedTuple):
@@ -97,7 +80,7 @@ def loss_metrics(
             continue
         of_bucket = _metrics_of(in_bucket, noise)
         metrics[f"by_lag/{bucket}/count"] = len(in_bucket)
-        metrics |= {f"by_lag/{bucket}/{name.replace('/', '_')}": of_bucket[name] for name in _BY_LAG if name in of_bucket}
+        metrics |= {f"by_lag/{bucket}/{name.replace('/', '_')}": of_bucket[name] for name in BY_LAG if name in of_bucket}
     return metrics
 
 
