@@ -177,16 +177,13 @@ def page_html(page: Page) -> str:
         from plotly.offline import get_plotlyjs
 
         scripts = [get_plotlyjs(), asset("figures.js").decode()]
-    return (
-        _templates()
-        .get_template("page.html")
-        .render(
-            page=page,
-            style=asset("page.css").decode(),
-            scripts=scripts,
-            # Under these hashes the browser runs the page's own scripts and no others.
-            hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
-        )
+    return render(
+        "page.html",
+        page=page,
+        style=asset("page.css").decode(),
+        scripts=scripts,
+        # Under these hashes the browser runs the page's own scripts and no others.
+        hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
     )
 
 

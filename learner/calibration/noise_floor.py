@@ -160,11 +160,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def sequences_below(self, log_ratio: float | Floats, lengths: NDArray[np.int64]) -> Floats:
         """Return the probability that `log s` is below `log_ratio`, or each of these, for completions of these lengths."""
-        return self.standardized_below((log_ratio - self.mean) / self.spread(lengths))
-
-    def standardized_below(self, z: Floats) -> Floats:
-        """Return the probability that the model's z is below each of these."""
-        return _cdf(z, self.sequence_quantiles)
+        return _cdf((log_ratio - self.mean) / self.spread(lengths), self.sequence_quantiles)
 
     def prefixes_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
         """Return the share of each completion's positions t at which the sum of t tokens' d is below `log_ratio sqrt(t)`.

@@ -82,6 +82,7 @@ MONITOR_MAX_P = 1e-6
 """Upper bound of the live alarm's p-value. Small, because a test every `MONITOR_INTERVAL` leases of a long run would otherwise
 raise an alarm by chance."""
 Quantity = Literal["length", "duration_s", "reward", "num_turns", "environment_s"]
+"""A field of `EndedLease`."""
 QUANTITIES: tuple[Quantity, ...] = ("length", "duration_s", "reward")
 OF_EPISODES: tuple[Quantity, ...] = ("num_turns", "environment_s")
 """Quantities of runs with an environment."""
@@ -271,17 +272,7 @@ def _distribution(values: NDArray[np.float64]) -> Distribution | None:
 
 
 def _values(leases: Iterable[EndedLease], quantity: Quantity) -> NDArray[np.float64]:
-    match quantity:
-        case "length":
-            return np.array([lease.length for lease in leases], dtype=np.float64)
-        case "duration_s":
-            return np.array([lease.duration_s for lease in leases], dtype=np.float64)
-        case "reward":
-            return np.array([lease.reward for lease in leases], dtype=np.float64)
-        case "num_turns":
-            return np.array([lease.num_turns for lease in leases], dtype=np.float64)
-        case "environment_s":
-            return np.array([lease.environment_s for lease in leases], dtype=np.float64)
+    return np.array([getattr(lease, quantity) for lease in leases], dtype=np.float64)
 
 
 # Comparisons
