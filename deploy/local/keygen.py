@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
@@ -19,13 +18,6 @@ HEADER = """\
 """
 
 
-class Owner(NamedTuple):
-    """The owner of a key pair that is to be made."""
-
-    role: Role
-    name: str
-
-
 def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()) -> list[KeyPair]:
     """Write `NAME.key`, `NAME.pub` and the lines of `allowed_keys`; return the new pairs.
 
@@ -34,17 +26,16 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
     """
     # These two always get keys, named or not.
     always: dict[str, Role] = {LEARNER: "learner", OPERATOR: "operator"}
-    wanted: list[Owner] = [Owner("actor", name) for name in actors if name != LEARNER]
-    wanted += [Owner("operator", name) for name in operators if name != OPERATOR]
-    for owner in wanted:
-        _check_name(owner.name)
-        _check_absent(folder, owner.name)
-    wanted += [Owner(role, name) for name, role in always.items() if not _secret_file(folder, name).exists()]
-    for stem, times in Counter(file_stem(name) for _, name in wanted).items():
+    pairs = [make_key_pair("actor", name) for name in actors if name != LEARNER]
+    pairs += [make_key_pair("operator", name) for name in operators if name != OPERATOR]
+    for pair in pairs:
+        _check_name(pair.owner.name)
+        _check_absent(folder, pair.owner.name)
+    pairs += [make_key_pair(role, name) for name, role in always.items() if not _secret_file(folder, name).exists()]
+    for stem, times in Counter(file_stem(pair.owner.name) for pair in pairs).items():
         if times > 1:
             raise SettingError("NAME", stem, "two services would share one key file", "Give each another name.")
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = [make_key_pair(role, name) for role, name in wanted]
     for pair in pairs:
         _write_secret(_secret_file(folder, pair.owner.name), secret_text(pair))
         _secret_file(folder, pair.owner.name).with_suffix(".pub").write_text(public_text(pair.owner))
