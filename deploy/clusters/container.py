@@ -21,6 +21,8 @@ from offbeat.common.settings.loading import load
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, moving_settings, notice_s
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 
+logger = logging.getLogger(__name__)
+
 WORK = "/work"
 """The folder that the services are started in."""
 CONFIG = "/etc/offbeat/run.toml"
@@ -48,11 +50,16 @@ def run_folder(config: Config) -> str:
     return f"{RUNS}/{name or 'run'}"
 
 
-def container_settings(config: Config, host: str) -> list[str]:
-    """Return the settings that differ between one machine and containers that reach the learner at `host`."""
-    return [
-        f"run.dir={run_folder(config)}",
-        f"hub.address=tcp://{host}:{HUB_PORT}",
+def load_in_container(path: Path, overrides: Sequence[str]) -> tuple[list[str], Config]:
+    """Return the settings behind a TOML file in containers that reach the learner at its name, and the learner's config.
+
+    Raises `SettingError` for settings that contradict each other there, and logs the warnings.
+    """
+    settings = [
+        *overrides,
+        # Behind the user's, and so they win: what differs between one machine and containers.
+        f"run.dir={run_folder(load(path, overrides))}",
+        f"hub.address=tcp://{LEARNER}:{HUB_PORT}",
         f"hub.bind=tcp://0.0.0.0:{HUB_PORT}",
         f"hub.learner_key={KEYS}/{LEARNER}.pub",
         f"hub.allowed_keys={ALLOWED}/{ALLOWED_KEYS}",
@@ -61,6 +68,10 @@ def container_settings(config: Config, host: str) -> list[str]:
         f"metrics.bind=0.0.0.0:{PAGE_PORT}",
         f"metrics.actor_bind=0.0.0.0:{PAGE_PORT}",
     ]
+    config = load(path, [*settings, f"hub.key={LEARNER}.key"])
+    for warning in check(config):
+        logger.warning(warning)
+    return settings, config
 
 
 def learner_command(config: Config, settings: Sequence[str]) -> list[str]:
@@ -137,8 +148,6 @@ def read_mapping(option: str, path: Path) -> Document:
     return content
 
 
-logger = logging.getLogger(__name__)
-
 COMPOSE = "compose.yaml"
 FOLDERS = ("keys", "runs", "cache")
 HEALTH = f"import urllib.request as web; web.urlopen('http://127.0.0.1:{PAGE_PORT}/healthz', timeout=5)"
@@ -149,10 +158,7 @@ def write_compose(path: Path, overrides: Sequence[str], out: Path, image: str) -
 
     Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in containers.
     """
-    settings = [*overrides, *container_settings(load(path, overrides), LEARNER)]
-    in_container = load(path, [*settings, f"hub.key={LEARNER}.key"])
-    for warning in check(in_container):
-        logger.warning(warning)
+    settings, in_container = load_in_container(path, overrides)
     for folder in FOLDERS:
         (out / folder).mkdir(parents=True, exist_ok=True)
     fleet_keys(out / "keys")

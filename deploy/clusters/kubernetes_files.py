@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.hub_keys import LEARNER
-from offbeat.common.settings.loading import load
 from offbeat.deploy.clusters import container, kubernetes_pods
 from offbeat.deploy.clusters.services import FLEET
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
@@ -77,11 +75,7 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
 
     Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in a cluster.
     """
-    settings = [*overrides, *container.container_settings(load(path, overrides), LEARNER)]
-    # In the order of a container's arguments: the cluster's settings win.
-    in_cluster = load(path, [*settings, f"hub.key={LEARNER}.key"])
-    for warning in check(in_cluster):
-        logger.warning(warning)
+    settings, in_cluster = container.load_in_container(path, overrides)
     cluster = _with_requests(in_cluster, cluster)
     texts = container.fleet_keys(out / "keys")
     documents = {
@@ -93,11 +87,13 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
         "scaling.yaml": _scaling(in_cluster, cluster),
     }
     written = {name: content for name, content in documents.items() if content}
+    kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    kustomization |= {"namespace": cluster.namespace, "resources": list(written)}
     comment = "Written by `offbeat deploy kubernetes`. Change it as you like."
     out.mkdir(parents=True, exist_ok=True)
     for name, content in written.items():
         container.write_yaml(out / name, "\n".join([comment, *_COMMENTS.get(name, ())]), content)
-    container.write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [_kustomization(list(written), cluster)])
+    container.write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [kustomization])
     return _next_steps(in_cluster, out, cluster, [*written, KUSTOMIZATION])
 
 
@@ -262,15 +258,6 @@ def _rights(namespace: str) -> list[container.Document]:
         _object(f"{group}/v1", "Role", name, {"rules": [rule]}),
         _object(f"{group}/v1", "RoleBinding", name, binding),
     ]
-
-
-def _kustomization(names: list[str], cluster: Cluster) -> container.Document:
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": cluster.namespace,
-        "resources": names,
-    }
 
 
 def _estimates(cluster: Cluster) -> str:
