@@ -1,7 +1,7 @@
 """The numbers that a learner exports to Prometheus at /metrics: one table, from which docs and dashboard are made."""
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily
@@ -16,14 +16,6 @@ class OfStatus(NamedTuple):
 
     exported: Exported
     values: Callable[[StatusReport], Values]
-
-
-class OfStep(NamedTuple):
-    """A number of the newest optimizer step."""
-
-    exported: Exported
-    metric: str
-    """Its name in `metrics.jsonl`."""
 
 
 def _states(report: StatusReport) -> Values:
@@ -92,41 +84,33 @@ FROM_STATUS: tuple[OfStatus, ...] = (
     ),
 )
 
-FROM_STEP: tuple[OfStep, ...] = (
-    OfStep(Exported("offbeat_reward_mean", "Mean reward of the newest step's completions."), "reward/mean"),
-    OfStep(Exported("offbeat_reward_std", "Standard deviation of these rewards."), "reward/std"),
-    OfStep(Exported("offbeat_policy_lag_mean", "Mean policy lag of the newest step, in optimizer steps."), "lag/mean"),
-    OfStep(Exported("offbeat_policy_lag_max", "Largest policy lag of the newest step, in optimizer steps."), "lag/max"),
-    OfStep(Exported("offbeat_policy_lag_bound", "staleness.max_staleness in force."), "staleness/bound"),
-    OfStep(Exported("offbeat_completion_tokens_mean", "Mean completion length of the newest step."), "length/mean"),
-    OfStep(Exported("offbeat_completions_cut_ratio", "Share of completions that were cut off."), "length/cut"),
-    OfStep(Exported("offbeat_trained_tokens", "Completion tokens of the newest step."), "tokens/trained"),
-    OfStep(Exported("offbeat_clipped_ratio", "Share of tokens whose gradient the objective clipped."), "clip/fraction"),
-    OfStep(Exported("offbeat_log_ratio_std", "Standard deviation of the log sequence ratio, in nats."), "ratio/log_std"),
-    OfStep(Exported("offbeat_effective_samples_ratio", "Effective sample size per completion."), "ess/sequence"),
-    OfStep(Exported("offbeat_kl_behavior_nats", "Estimate of KL(behavior || policy) per token."), "kl/behavior_policy_k3"),
-    OfStep(Exported("offbeat_entropy_nats", "Mean entropy of the next token."), "entropy/mean"),
-    OfStep(Exported("offbeat_gradient_norm", "Norm of the gradient before it is clipped."), "loss/grad_norm"),
-    OfStep(Exported("offbeat_step_seconds", "Wall time of the newest step, waiting included."), "time/step_s"),
-    OfStep(
-        Exported("offbeat_wait_rollouts_seconds", "Time of the newest step spent waiting for rollouts."), "time/wait_rollouts_s"
-    ),
-    OfStep(
-        Exported("offbeat_held_back_seconds", "Time of the newest step in which staleness kept actors idle."),
-        "time/held_back_s",
-    ),
-    OfStep(Exported("offbeat_actor_spare_ratio", "Share of the lease slots that held no lease."), "actors/spare"),
-    OfStep(Exported("offbeat_actor_hours_total", "Time of all actors together, in hours."), "actors/hours"),
-    OfStep(Exported("offbeat_train_seconds", "Time of the newest step spent training."), "time/train_s"),
-    OfStep(Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."), "compute/mfu"),
-)
+FROM_STEP: Mapping[Exported, str] = {
+    Exported("offbeat_reward_mean", "Mean reward of the newest step's completions."): "reward/mean",
+    Exported("offbeat_reward_std", "Standard deviation of these rewards."): "reward/std",
+    Exported("offbeat_policy_lag_mean", "Mean policy lag of the newest step, in optimizer steps."): "lag/mean",
+    Exported("offbeat_policy_lag_max", "Largest policy lag of the newest step, in optimizer steps."): "lag/max",
+    Exported("offbeat_policy_lag_bound", "staleness.max_staleness in force."): "staleness/bound",
+    Exported("offbeat_completion_tokens_mean", "Mean completion length of the newest step."): "length/mean",
+    Exported("offbeat_completions_cut_ratio", "Share of completions that were cut off."): "length/cut",
+    Exported("offbeat_trained_tokens", "Completion tokens of the newest step."): "tokens/trained",
+    Exported("offbeat_clipped_ratio", "Share of tokens whose gradient the objective clipped."): "clip/fraction",
+    Exported("offbeat_log_ratio_std", "Standard deviation of the log sequence ratio, in nats."): "ratio/log_std",
+    Exported("offbeat_effective_samples_ratio", "Effective sample size per completion."): "ess/sequence",
+    Exported("offbeat_kl_behavior_nats", "Estimate of KL(behavior || policy) per token."): "kl/behavior_policy_k3",
+    Exported("offbeat_entropy_nats", "Mean entropy of the next token."): "entropy/mean",
+    Exported("offbeat_gradient_norm", "Norm of the gradient before it is clipped."): "loss/grad_norm",
+    Exported("offbeat_step_seconds", "Wall time of the newest step, waiting included."): "time/step_s",
+    Exported("offbeat_wait_rollouts_seconds", "Time of the newest step spent waiting for rollouts."): "time/wait_rollouts_s",
+    Exported("offbeat_held_back_seconds", "Time of the newest step in which staleness kept actors idle."): "time/held_back_s",
+    Exported("offbeat_actor_spare_ratio", "Share of the lease slots that held no lease."): "actors/spare",
+    Exported("offbeat_actor_hours_total", "Time of all actors together, in hours."): "actors/hours",
+    Exported("offbeat_train_seconds", "Time of the newest step spent training."): "time/train_s",
+    Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."): "compute/mfu",
+}
+"""The numbers of the newest optimizer step, each with its name in `metrics.jsonl`."""
 
 BUILD = Exported("offbeat_build_info", "1, with the id of the run and the version of the learner's program.", "run, version")
-EXPORTED: tuple[Exported, ...] = (
-    BUILD,
-    *(number.exported for number in FROM_STATUS),
-    *(number.exported for number in FROM_STEP),
-)
+EXPORTED: tuple[Exported, ...] = (BUILD, *(number.exported for number in FROM_STATUS), *FROM_STEP)
 
 
 def families(report: StatusReport, step: StepRow | None) -> list[Family]:
@@ -135,6 +119,6 @@ def families(report: StatusReport, step: StepRow | None) -> list[Family]:
     build.add_metric([report.run_id, importlib.metadata.version("offbeat")], 1)
     found: list[Family] = [build, *(family(number.exported, number.values(report)) for number in FROM_STATUS)]
     if step is not None:
-        known = ((number, step.number(number.metric)) for number in FROM_STEP)
-        found += [family(number.exported, one(value)) for number, value in known if value is not None]
+        known = ((exported, step.number(metric)) for exported, metric in FROM_STEP.items())
+        found += [family(exported, one(value)) for exported, value in known if value is not None]
     return found

@@ -190,11 +190,11 @@ def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> Non
 def test_before_the_first_step_there_are_the_numbers_of_the_status() -> None:
     names = {one.name for one in text_string_to_metric_families(exposition(families(report(), None)).decode())}
     assert "offbeat_policy_version" in names
-    assert names.isdisjoint(one.exported.name for one in FROM_STEP)
+    assert names.isdisjoint(one.name for one in FROM_STEP)
 
 
 def test_every_number_is_a_metric_of_steps() -> None:
-    assert all(step_metric(one.metric) for one in FROM_STEP)
+    assert all(map(step_metric, FROM_STEP.values()))
     names = [one.name for one in EXPORTED]
     assert len(set(names)) == len(names)
 
