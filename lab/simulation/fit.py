@@ -186,31 +186,25 @@ def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
     """Fit timings to the times of these runs."""
     load = _load(all_times, cores) if len(all_times) > 1 else 1.0
     parts = [_measure(run_times, BusyTime(run_times, load, cores)) for run_times in all_times]
-    lengths = np.concatenate([part.lengths for part in parts])
-    start_s, token_s, crowding = alone(
-        np.concatenate([part.generated_s for part in parts]),
-        lengths.max(axis=1),
-        np.concatenate([part.mean_running for part in parts]),
-    )
-    waits_s = np.concatenate([part.environment_s for part in parts])
-    num_turns = np.concatenate([part.num_turns for part in parts])
+    every = _Parts(*(np.concatenate(of_runs) for of_runs in zip(*parts, strict=True)))
+    start_s, token_s, crowding = alone(every.generated_s, every.lengths.max(axis=1), every.mean_running)
     return Fit(
         Timings(
-            completions_s=start_s + token_s * lengths,
-            train_s=np.concatenate([part.train_s for part in parts]),
-            sync_s=np.concatenate([part.sync_s for part in parts]),
+            completions_s=start_s + token_s * every.lengths,
+            train_s=every.train_s,
+            sync_s=every.sync_s,
             crowding=crowding,
-            handoff_s=float(np.concatenate([part.handoff_s for part in parts]).mean()),
-            swap_s=float(np.concatenate([part.swap_s for part in parts]).mean()),
-            check_s=float(np.concatenate([part.check_s for part in parts]).mean()),
-            rest_s=float(np.concatenate([part.rest_s for part in parts]).mean()),
+            handoff_s=float(every.handoff_s.mean()),
+            swap_s=float(every.swap_s.mean()),
+            check_s=float(every.check_s.mean()),
+            rest_s=float(every.rest_s.mean()),
             load=load,
-            environment_s=waits_s if waits_s.any() else None,
+            environment_s=every.environment_s if every.environment_s.any() else None,
         ),
-        tokens_per_group=float(lengths.sum(axis=1).mean()),
-        num_groups=len(lengths),
+        tokens_per_group=float(every.lengths.sum(axis=1).mean()),
+        num_groups=len(every.lengths),
         num_steps=sum(batch.num_steps for run_times in all_times for batch in run_times.steady_batches),
-        turns_per_episode=float(num_turns.mean() / lengths.shape[1]) if num_turns.any() else None,
+        turns_per_episode=float(every.num_turns.mean() / every.lengths.shape[1]) if every.num_turns.any() else None,
     )
 
 
