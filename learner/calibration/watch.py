@@ -10,13 +10,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import parse_corrections, write_corrections
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.objectives import defaults_of, objective_parameters, parse_objective
-from offbeat.learner.calibration.bound_noise import (
-    allowed_difference,
-    expected_dropped,
-    expected_touched,
-    recommend_bounds,
-    recommend_m2_threshold,
-)
+from offbeat.learner.calibration import bound_noise
 from offbeat.learner.calibration.calibration import (
     Calibration,
     EngineNumerics,
@@ -55,16 +49,16 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
         # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
         warnings += _of_band(loss, objective.bounds, "drops up to", calibration)
     for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
-        share = float(expected_touched(calibration.noise, rule, expected).mean())
+        share = float(bound_noise.expected_touched(calibration.noise, rule, expected).mean())
         if share > WARNED_SHARE:
-            recommended = recommend_bounds(calibration.floor, rule, lengths)
+            recommended = bound_noise.recommend_bounds(calibration.floor, rule, lengths)
             cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
             name = write_corrections((choice,))
             warnings.append(f"loss.correction: {name} {_does(rule)} {_of_noise(share)}{cure}")
     if objective.m2_threshold is not None:
-        share = expected_dropped(calibration.floor, objective.m2_threshold)
+        share = bound_noise.expected_dropped(calibration.floor, objective.m2_threshold)
         if share > WARNED_SHARE:
-            needed = recommend_m2_threshold(calibration.floor, objective_parameters("m2po")["m2_threshold"])
+            needed = bound_noise.recommend_m2_threshold(calibration.floor, objective_parameters("m2po")["m2_threshold"])
             warnings.append(f"loss.objective: {loss.objective} drops {_of_noise(share)} m2po({needed:g}) would drop none.")
     return warnings
 
@@ -124,7 +118,8 @@ class CalibrationWatch:
             return
         calibrated = calibration.num_independent
         of_step = count * calibrated / calibration.floor.num_completions
-        if abs(clipped - predicted) <= (allowed := allowed_difference(predicted, calibrated=calibrated, measured=of_step)):
+        allowed = bound_noise.allowed_difference(predicted, calibrated=calibrated, measured=of_step)
+        if abs(clipped - predicted) <= allowed:
             return
         detail = (
             f"loss.noise_floor predicts that noise clips {predicted:.1%} of the first step, where nothing is stale, and "

@@ -26,16 +26,9 @@ from transformers import PreTrainedModel
 from offbeat.common.models.routing import Routing, record_routing
 from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.weights.flat import tensor_dtype
+from offbeat.learner.policy import loading, zero
 from offbeat.learner.policy.critic import Critic
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
-from offbeat.learner.policy.loading import (
-    check_compiling,
-    check_policy,
-    compile_layers,
-    compiles_layers,
-    load_policy,
-    load_reference,
-)
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_name, base_parameters, merged_parameters, merged_weight, without_adapter
 from offbeat.learner.policy.packed_attention import use_newest_flash_attention
@@ -43,16 +36,6 @@ from offbeat.learner.policy.packing import Pack, pack, unpack, whole_rows
 from offbeat.learner.policy.process_group import LearnerRank, gather_tensors
 from offbeat.learner.policy.routing_replay import make_replay
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
-from offbeat.learner.policy.zero import (
-    buckets,
-    deepspeed_config,
-    discard_gradients,
-    full_gradients,
-    full_shape,
-    is_partitioned,
-    make_engine,
-    take_step,
-)
 
 
 class Outputs(NamedTuple):
@@ -96,27 +79,27 @@ class Networks:
         self.place = place
         self.num_alike = config.train.sequence_parallel_size
         """Number of neighboring ranks that run the same packs."""
-        check_compiling(config, place.device)
+        loading.check_compiling(config, place.device)
         sequence_group = join_sequence_group(self.num_alike, world_size=place.world_size)
-        self.module = load_policy(config, sequence_group)
+        self.module = loading.load_policy(config, sequence_group)
         self._flops = FlopCounter(self.module, checkpointing=bool(config.train.activation_checkpointing))
         self._peak_flops = peak_flops(place.device, tensor_dtype(config.model.dtype)) * place.world_size
-        deepspeed = deepspeed_config(config.train, config.model.dtype)
+        deepspeed = zero.deepspeed_config(config.train, config.model.dtype)
         self.zero_stage: int = deepspeed["zero_optimization"]["stage"]
-        self.engine: Any = make_engine(self.module, deepspeed, config.train)
-        check_policy(self.module, config.model, place.device)
+        self.engine: Any = zero.make_engine(self.module, deepspeed, config.train)
+        loading.check_policy(self.module, config.model, place.device)
         if self.packs:
             use_newest_flash_attention(self.policy, place.device)
-        if compiles_layers(config, self.policy.config, place.device):
-            compile_layers(self.policy)
+        if loading.compiles_layers(config, self.policy.config, place.device):
+            loading.compile_layers(self.policy)
         self._replay = make_replay(self.module, config.loss.routing_replay)
         kl = config.kl
         self._has_reference = bool(kl.loss_coef or kl.reward_coef)
         self.reference: CompletionLogprobs | None = None
         # An adapted policy needs no second model: without its adapter it is the initial policy.
         if self._has_reference and (kl.reference or not config.lora.rank):
-            self.reference = load_reference(config, place.device, sequence_group)
-            check_policy(self.reference, config.model, place.device)
+            self.reference = loading.load_reference(config, place.device, sequence_group)
+            loading.check_policy(self.reference, config.model, place.device)
         self.critic: Critic | None = None
         """The critic with a trunk of its own, if the run has one."""
         if has_own_critic(config):
@@ -194,21 +177,21 @@ class Networks:
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients of the pending optimizer step as `full_gradients` does."""
-        return full_gradients(self.module.named_parameters(), zero_stage=self.zero_stage)
+        return zero.full_gradients(self.module.named_parameters(), zero_stage=self.zero_stage)
 
     def take_gradient(self) -> Tensor:
         """Return `gradients` as one float32 vector in CPU memory, missing ones as 0, and discard the pending step."""
         parameters = dict(self.module.named_parameters())
         gradients = [
-            torch.zeros(full_shape(parameters[name])) if gradient is None else gradient.to("cpu", torch.float32, copy=True)
+            torch.zeros(zero.full_shape(parameters[name])) if gradient is None else gradient.to("cpu", torch.float32, copy=True)
             for name, gradient in self.gradients()
         ]
-        discard_gradients(self.engine)
+        zero.discard_gradients(self.engine)
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients and take the optimizer step; return their norm before clipping."""
-        return take_step(self.engine, learning_rate, max_grad_norm=self._config.train.max_grad_norm)
+        return zero.take_step(self.engine, learning_rate, max_grad_norm=self._config.train.max_grad_norm)
 
     # Numbers about a step
 
@@ -250,7 +233,7 @@ def write_snapshot(policy: PreTrainedModel, views: dict[str, Tensor] | None, dev
     named = list(base_parameters(policy))
     if all(_is_split_over_all(parameter, ranks.num) for _, parameter in named):
         _write_parts(named, views, ranks, device)
-    elif any(is_partitioned(parameter) for _, parameter in named):
+    elif any(zero.is_partitioned(parameter) for _, parameter in named):
         # Partitioned in a way of its own, such as over groups of ranks, or lying on a disk.
         for name, weight in merged_parameters(policy):
             if ranks.own == 0 and views is not None:
@@ -284,7 +267,7 @@ class _Ranks(NamedTuple):
 
 
 def _is_split_over_all(parameter: nn.Parameter, num_ranks: int) -> bool:
-    if not is_partitioned(parameter):
+    if not zero.is_partitioned(parameter):
         return False
     split = cast(Any, parameter)
     return split.ds_zero_partition_world_size == num_ranks and split.ds_tensor.final_location is None
@@ -294,7 +277,7 @@ def _write_parts(
     named: Sequence[tuple[str, nn.Parameter]], views: dict[str, Tensor] | None, ranks: _Ranks, device: torch.device
 ) -> None:
     """Write this rank's part of every weight, and those of the ranks that send theirs to it; or send them."""
-    for bucket in buckets(named):
+    for bucket in zero.buckets(named):
         parts = [cast(Tensor, cast(Any, parameter).ds_tensor).detach() for _, parameter in bucket]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         if views is None:

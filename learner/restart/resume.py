@@ -24,18 +24,10 @@ from offbeat.common.settings.loading import resolved_toml
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.run_state import Versions
+from offbeat.learner.leases import log_reading
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import (
-    LogFullError,
-    Position,
-    read_headers,
-    read_history,
-    read_record,
-    segment_name,
-    segment_path,
-)
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -102,7 +94,7 @@ class Checkpoints:
             checkpoints.require_room(self._root, self._num_bytes)
             state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._identity, self._auto_bound.noise)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
-        except (checkpoints.CheckpointFailedError, LogFullError) as error:
+        except (checkpoints.CheckpointFailedError, log_reading.LogFullError) as error:
             detail = f"{folder}: {error}; the run continues, and a restart would begin at the previous checkpoint"
             logger.warning(detail)
             self._record(EventRow(event="checkpoint_failed", detail=detail))
@@ -221,14 +213,14 @@ def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:
     return record_and_note
 
 
-def needed_by_oldest(root: Path, keep: int) -> Position:
+def needed_by_oldest(root: Path, keep: int) -> log_reading.Position:
     """Return where the first log record begins that a restart from the oldest of the `keep` newest checkpoints reads.
 
     An older checkpoint that is kept as the best one is for export, and does not keep the log from being shortened.
     """
     oldest = sorted(checkpoints.whole(root))[-keep:][0]
     dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
-    return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
+    return needed_position(dispatcher.ledger.open, dispatcher.log_end or log_reading.Position(0, 0))
 
 
 def check_identity(
@@ -264,7 +256,7 @@ def find_run_id(run_folder: Path) -> str | None:
     identity = run_identity.read_identity(run_folder)
     if identity is not None and identity.run_id:
         return identity.run_id
-    if (run_folder / LOG).is_dir() and (headers := read_headers(run_folder / LOG)):
+    if (run_folder / LOG).is_dir() and (headers := log_reading.read_headers(run_folder / LOG)):
         return list(headers.values())[-1].run_id
     newest = checkpoints.newest(run_folder / CHECKPOINTS)
     return _run_id_in(newest) if newest is not None else None
@@ -276,16 +268,16 @@ def require_own_log(run_folder: Path, run_id: str) -> None:
     A copy of a segment that is there under its own name too is passed over, with a warning.
     """
     folder = run_folder / LOG
-    headers = read_headers(folder) if folder.is_dir() else {}
+    headers = log_reading.read_headers(folder) if folder.is_dir() else {}
     for path, header in headers.items():
         if header.run_id != run_id:
             problem = f"this is run {run_id}, but run {header.run_id} wrote {path}"
             cure = "Give the folder its own log back, or move the folder log out of run.dir to go on without it."
             raise SettingError("run.resume", True, problem, cure)
-        own_name = segment_name(header.number)
+        own_name = log_reading.segment_name(header.number)
         if path.name == own_name:
             continue
-        if headers.get(segment_path(folder, header.number)) != header:
+        if headers.get(log_reading.segment_path(folder, header.number)) != header:
             problem = f"{path} is the segment {own_name} of the rollout log under another name"
             raise SettingError("run.resume", True, problem, f"Rename it to {own_name}, or move it out of the folder.")
         logger.warning("%s is a copy of %s and is skipped", path, own_name)
@@ -375,11 +367,11 @@ def recover_run(
     `check_identity` lets pass, must have the same number at least.
     """
     folder = run_folder / LOG
-    log_end = state.dispatcher.log_end if state else Position(0, 0)
+    log_end = state.dispatcher.log_end if state else log_reading.Position(0, 0)
     recovered = recover(
         state.dispatcher if state else None,
-        read_history(folder, log_end) if has_log and log_end is not None else (),
-        lambda position: read_record(folder, position),
+        log_reading.read_history(folder, log_end) if has_log and log_end is not None else (),
+        lambda position: log_reading.read_record(folder, position),
         prompts,
         seed,
     )

@@ -33,28 +33,15 @@ from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.bands import USUAL_NOISE
 from offbeat.learner.objectives.kl import KL_HORIZON, adapt_kl_coefficient
 from offbeat.learner.objectives.objective import Objective, make_objective
+from offbeat.learner.policy import process_group
 from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.policy.networks import Networks, Scored
-from offbeat.learner.policy.process_group import (
-    gather_rows,
-    gather_tensors,
-    join_process_group,
-    require_same_settings,
-    take_memory,
-)
+from offbeat.learner.training import trainer_state
 from offbeat.learner.training.batching import TrainingRow
 from offbeat.learner.training.checkpoints import put_in_place
 from offbeat.learner.training.preparation import Preparation, PreparedMicroBatch, add_lag, explained_variance
 from offbeat.learner.training.step_loss import compute_loss, find_constants, value_errors
-from offbeat.learner.training.trainer_state import (
-    AdaptiveState,
-    CheckpointMeta,
-    disk_errors,
-    load_state,
-    save_state,
-    write_folder,
-)
 from offbeat.protocols.messages import TensorSpec
 
 
@@ -84,17 +71,17 @@ class Trainer:
         self._noise = load_calibration(path).noise if path else None
         self._objective = self._make_objective(config.loss)
         self._preparation = Preparation(config, self._objective)
-        place = join_process_group()
+        place = process_group.join_process_group()
         self.rank, self.world_size, self.device = place
-        require_same_settings(config)
+        process_group.require_same_settings(config)
         self.policy_version = 0
         """Optimizer steps taken, including those before a loaded checkpoint."""
         torch.manual_seed(config.run.seed)
         self.networks = Networks(config, place)
-        self._adaptive = AdaptiveState(kl_coefficient=config.kl.loss_coef or config.kl.reward_coef)
+        self._adaptive = trainer_state.AdaptiveState(kl_coefficient=config.kl.loss_coef or config.kl.reward_coef)
         self._direction = GradientDirection()
         if self.device.type == "cuda":
-            take_memory(self.device)
+            process_group.take_memory(self.device)
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
@@ -173,17 +160,19 @@ class Trainer:
             tokens.append(torch.stack([log_ratios, advantages.double(), behavior], dim=-1)[micro_batch.completion_mask])
             completions.append(torch.stack([micro_batch.completion_mask.sum(dim=-1), micro_batch.groups], dim=-1))
         num_alike = self.networks.num_alike
-        log_ratios, advantages, behavior = gather_rows(torch.cat(tokens), num_alike=num_alike).unbind(dim=-1)
-        lengths, numbers = gather_rows(torch.cat(completions), num_alike=num_alike).unbind(dim=-1)
+        log_ratios, advantages, behavior = process_group.gather_rows(torch.cat(tokens), num_alike=num_alike).unbind(dim=-1)
+        lengths, numbers = process_group.gather_rows(torch.cat(completions), num_alike=num_alike).unbind(dim=-1)
         return Differences(lengths.numpy(), log_ratios.numpy(), advantages.numpy(), numbers.numpy(), behavior.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
-        save_state(folder, self.networks.engines, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank)
+        trainer_state.save_state(
+            folder, self.networks.engines, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank
+        )
 
     def load_checkpoint(self, folder: Path) -> bytes:
         """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
-        loaded = load_state(folder, self.networks.engines, self._describe_checkpoint(), rank=self.rank)
+        loaded = trainer_state.load_state(folder, self.networks.engines, self._describe_checkpoint(), rank=self.rank)
         # A coefficient that does not adapt is a setting, which may have changed since.
         adapts = self._config.kl.target is not None
         kl_coefficient = loaded.adaptive.kl_coefficient if adapts else self._adaptive.kl_coefficient
@@ -201,10 +190,10 @@ class Trainer:
 
         def write(partial: Path) -> None:
             if is_first:
-                with disk_errors(partial):
+                with trainer_state.disk_errors(partial):
                     write_policy(policy, state, partial, tokenizer=self._config.model.path)
 
-        write_folder(folder, write, put_in_place, rank=self.rank)
+        trainer_state.write_folder(folder, write, put_in_place, rank=self.rank)
 
     def close(self) -> None:
         """Free the engines. The process group lives as long as the process."""
@@ -262,9 +251,9 @@ class Trainer:
             networks.engine.backward(loss.total * (self.world_size / denominator))
             tables.append(loss.table)
             sums = {name: sums.get(name, 0) + value.double() for name, value in loss.sums.items()}
-        of_ranks = gather_tensors(torch.stack(list(sums.values())), num_alike=networks.num_alike)
+        of_ranks = process_group.gather_tensors(torch.stack(list(sums.values())), num_alike=networks.num_alike)
         means = of_ranks.sum(dim=0) / max(1, num_tokens)
-        table = gather_rows(torch.cat(tables), num_alike=networks.num_alike)
+        table = process_group.gather_rows(torch.cat(tables), num_alike=networks.num_alike)
         return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)), self._adaptive.kl_coefficient)
 
     def _train_critic(self, step: TrainingStep, denominator: float) -> Metrics:
@@ -284,7 +273,7 @@ class Trainer:
                 critic.engine.backward(aggregated * (self.world_size / denominator))
                 total += errors.detach().sum()
             norm = critic.step(settings.learning_rate_factor * self._train.learning_rate)
-            of_ranks = gather_tensors(total, num_alike=self.networks.num_alike)
+            of_ranks = process_group.gather_tensors(total, num_alike=self.networks.num_alike)
             metrics = metrics or {"loss/value": float(of_ranks.sum()) / max(1, step.num_tokens), "loss/value_grad_norm": norm}
         return metrics
 
@@ -322,8 +311,8 @@ class Trainer:
             return scheduled
         return scheduled * ess_scale(truncated_ess(loss.table), on_policy_ess=train.on_policy_ess)
 
-    def _describe_checkpoint(self) -> CheckpointMeta:
-        return CheckpointMeta(
+    def _describe_checkpoint(self) -> trainer_state.CheckpointMeta:
+        return trainer_state.CheckpointMeta(
             self.policy_version,
             self.world_size,
             self.networks.zero_stage,

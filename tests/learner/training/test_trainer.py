@@ -397,21 +397,20 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny_model, zero_stage, dty
 
 
 def test_the_share_of_a_gpu_is_taken_when_the_models_are_loaded(tiny_model, monkeypatch):
-    from offbeat.learner.policy import networks
+    from offbeat.learner.policy import loading, process_group
     from offbeat.learner.training import trainer
 
     order: list[str] = []
-    check_policy = networks.check_policy
-    joined = trainer.join_process_group
-    monkeypatch.setattr(networks, "check_policy", lambda *args: (check_policy(*args), order.append("loaded")))
-    monkeypatch.setattr(trainer, "take_memory", lambda device: order.append(f"taken on {device.type}"))
+    check_policy = loading.check_policy
+    monkeypatch.setattr(loading, "check_policy", lambda *args: (check_policy(*args), order.append("loaded")))
+    monkeypatch.setattr(process_group, "take_memory", lambda device: order.append(f"taken on {device.type}"))
 
     class OnGpu(trainer.Trainer):
         """A trainer that believes to be on a GPU at its end."""
 
         device = property(lambda self: torch.device("cuda"), lambda self, device: None)
 
-    assert joined().device.type == "cpu"
+    assert process_group.join_process_group().device.type == "cpu"
     OnGpu(make_config(tiny_model)).close()
     assert order == ["loaded", "taken on cuda"]
 
