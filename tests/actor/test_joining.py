@@ -92,6 +92,7 @@ def test_setting_of_another_release_is_told_from_a_mistake(software: str, kind: 
         pass
 
 
+@pytest.mark.slow
 def test_actor_whose_key_is_not_allowed_says_within_five_seconds_which_line_to_add(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
