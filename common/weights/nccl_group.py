@@ -121,7 +121,7 @@ class NcclGroup:
             self._is_up = True
 
     def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
-        """As `GlooGroup.broadcast` does."""
+        """Copy the learner's buffer into every member's, with the calls and errors of `GlooGroup.broadcast`."""
         self.prepare()
         if not self._has_joined:
             beat()

@@ -162,8 +162,7 @@ def sweep_command(
         typer.echo(render_job_array(trials, folder, again) if as_job else render_commands(mine, folder))
         return
     write = partial(write_sweep_report, folder, difference, baseline or ())
-    stop = StopRequest().install()
-    status = run_sweep(mine, folder, stop, typer.echo, write, places=places, stops_hopeless=stop_hopeless)
+    status = run_sweep(mine, folder, StopRequest().install(), typer.echo, write, places=places, stops_hopeless=stop_hopeless)
     raise typer.Exit(status)
 
 

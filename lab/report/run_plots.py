@@ -87,13 +87,12 @@ def reward_by_task(history: RunHistory) -> list[figures.Plot]:
 def share_by_task(history: RunHistory) -> list[figures.Plot]:
     """Return the share of each task's prompts that was leased, by step, where the run had a curriculum."""
     lead = "Share of each task's prompts that is leased in a pass over the data, as data.curriculum weighs them."
-    plots = _by_task(history, TASK_SHARES, "Curriculum", lead, "share", smooths=False)
-    for plot in plots:
-        plot.layout["yaxis"]["range"] = [0, 1.02]
-    return plots
+    return _by_task(history, TASK_SHARES, "Curriculum", lead, "share", smooths=False, y={"range": [0, 1.02]})
 
 
-def _by_task(history: RunHistory, prefix: str, title: str, lead: str, y_title: str, *, smooths: bool) -> list[figures.Plot]:
+def _by_task(
+    history: RunHistory, prefix: str, title: str, lead: str, y_title: str, *, smooths: bool, y: figures.Layout | None = None
+) -> list[figures.Plot]:
     """Return a plot with a line for each task that has a metric of this prefix; none where no task has one."""
     names = sorted({name for row in history.steps for name in row.metrics if name.startswith(prefix)})
     if not names:
@@ -103,7 +102,7 @@ def _by_task(history: RunHistory, prefix: str, title: str, lead: str, y_title: s
         steps, values = figures.series(history.steps, name)
         shown = figures.running_mean(values, max(1, len(values) // 10)) if smooths else values
         traces.append(figures.line_trace(steps, shown, name.removeprefix(prefix), color) | {"mode": "lines"})
-    layout = figures.step_layout("optimizer step", traces[0]["x"], y_title)
+    layout = figures.step_layout("optimizer step", traces[0]["x"], y_title, y=y)
     return [figures.Plot(title, lead, traces, layout, missing=_NO_REWARD)]
 
 

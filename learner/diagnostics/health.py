@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from offbeat.common.records.rows import EvalRow, EventRow, StepRow
@@ -52,11 +52,11 @@ class Health:
         self._steps: deque[StepRow] = deque(maxlen=HISTORY)
         self._quiet: dict[str, int] = {}
         """Steps since the condition last held, for each rule that was reported."""
-        self._solved_share = 0.0
+        self._evaluation: EvalRow | None = None
 
     def note_evaluation(self, evaluation: EvalRow) -> None:
         """Take the newest evaluation: some rules have another hint where the task is solved."""
-        self._solved_share = solved_share(evaluation)
+        self._evaluation = evaluation
 
     def take(self, step: StepRow) -> list[EventRow]:
         """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
@@ -77,8 +77,8 @@ class Health:
         return events
 
     def _hint(self, rule: HealthRule) -> str:
-        if rule.is_of_solved_tasks and self._solved_share >= SOLVED_SHARE:
-            return f"{PERHAPS_SOLVED} (held-out {self._solved_share:.3f}). If not, use harder prompts."
+        if self._evaluation is not None and is_solved([rule.name], self._evaluation):
+            return f"{PERHAPS_SOLVED} (held-out {solved_share(self._evaluation):.3f}). If not, use harder prompts."
         return rule.hint
 
 
@@ -87,11 +87,11 @@ def solved_share(evaluation: EvalRow) -> float:
     return evaluation.pass_at.get("1", evaluation.reward or 0.0)
 
 
-def is_solved(rules: Iterable[str], evaluation: EvalRow | None) -> bool:
+def is_solved(rules: Collection[str], evaluation: EvalRow | None) -> bool:
     """Return whether one of these rules holds only because the policy solves its task, by the newest evaluation."""
     if evaluation is None or solved_share(evaluation) < SOLVED_SHARE:
         return False
-    return any(rule.is_of_solved_tasks for rule in RULES if rule.name in set(rules))
+    return any(rule.is_of_solved_tasks for rule in RULES if rule.name in rules)
 
 
 def troubles(events: Iterable[EventRow]) -> dict[str, str]:
