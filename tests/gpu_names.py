@@ -16,6 +16,7 @@ TABLE = ROOT / "tests/gpu_names.json"
 ROOMS = ("actor", "common", "deploy", "lab", "learner")
 PACKAGES = ("vllm", "deepspeed", "torch.cuda", "torch.distributed", "torch._C._distributed_c10d", "torch.nn.attention")
 """The packages whose names are looked up; the rest of torch is the same on every device."""
+ROOTS = {package.partition(".")[0] for package in PACKAGES}
 VALUES = {
     ("actor/engines/vllm_engine.py", "self._engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("actor/engines/vllm_engine.py", "self._engine.engine_core"): "vllm.v1.engine.core_client.EngineCoreClient",
@@ -89,9 +90,12 @@ def find_uses() -> list[Use]:
 
 
 def _uses_in(path: Path) -> Iterator[Use]:
-    tree, place = ast.parse(path.read_text(encoding="utf-8")), str(path.relative_to(ROOT))
+    text, place = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
+    if not any(root in text for root in ROOTS):
+        return
+    nodes = list(ast.walk(ast.parse(text)))
     names = {text: owner for (file, text), owner in VALUES.items() if file == place}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=aliases):
                 names |= {
@@ -101,8 +105,11 @@ def _uses_in(path: Path) -> Iterator[Use]:
             case ast.ImportFrom(module=str(module), names=aliases, level=0):
                 names |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in aliases}
                 yield from (Use(f"{module}.{alias.name}", f"{place}:{node.lineno}") for alias in aliases if _is_ours(module))
-    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    names = {text: owner for text, owner in names.items() if owner.partition(".")[0] in ROOTS}
+    if not names:
+        return
+    calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Name) and (name := _resolve(node, names)) is not None:
             call = calls.get(id(node))
             keywords = tuple(one.arg for one in call.keywords if one.arg) if call else ()
@@ -111,12 +118,17 @@ def _uses_in(path: Path) -> Iterator[Use]:
 
 def _resolve(node: ast.expr, names: Mapping[str, str]) -> str | None:
     """Return the dotted name that an expression stands for, None where it is none of these packages."""
+    root = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name) or not any(name.partition(".")[0] == root.id for name in names):
+        return None
     text = ast.unparse(node)
     known = max((prefix for prefix in names if text == prefix or text.startswith(prefix + ".")), key=len, default=None)
     if known is None:
         return None
     name = names[known] + text.removeprefix(known)
-    return name if _is_ours(name) and name not in PACKAGES and text.replace(".", "").replace("_", "").isalnum() else None
+    return name if _is_ours(name) and name not in PACKAGES else None
 
 
 def _is_ours(name: str) -> bool:
