@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.files import limit_reached
 from offbeat.common.records.rows import StepRow
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.config import Config, RunSection
 from offbeat.common.settings.loading import load
 
@@ -144,9 +144,7 @@ def holds_work(folder: Path) -> bool:
 
 def has_steps(folder: Path) -> bool:
     """Return whether the run in the folder has made an optimizer step."""
-    rows = folder / ROWS_FILE
-    # Every line is decoded: rows that another program has written anew count too.
-    return has_checkpoint(folder) or (rows.exists() and any(isinstance(row, StepRow) for row in read_rows(rows)))
+    return has_checkpoint(folder) or next(read_rows_of(folder / ROWS_FILE, StepRow), None) is not None
 
 
 def has_checkpoint(folder: Path) -> bool:

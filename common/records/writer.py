@@ -26,6 +26,8 @@ MAX_BYTES = 512 << 20
 """Size of the rows file above which the older rows of single groups, samples and transfers are deleted."""
 _DETAILS = (rows.GroupRow, rows.SampleRow, rows.EvalSampleRow, rows.WeightsRow, rows.PullRow, rows.CommitRow)
 """Rows that a long run does without once they are old. Most of its rows are of these kinds."""
+_BEGINNING = b'{"kind":"'
+"""The beginning of each line that `encode_row` makes."""
 
 
 class MetricsWriter:
@@ -142,8 +144,8 @@ class MetricsWriter:
 
 
 def _beginnings(kinds: Iterable[type[rows.Row]]) -> tuple[bytes, ...]:
-    """Return the bytes with which the lines of these kinds begin."""
-    return tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
+    """Return the bytes with which the lines of these kinds begin, as `encode_row` writes them."""
+    return tuple(b'%s%s"' % (_BEGINNING, str(kind.__struct_config__.tag).encode()) for kind in kinds)
 
 
 def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[rows.Row | rows.OtherRow]:
@@ -164,14 +166,15 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[row
 def read_rows_of(path: Path, *kinds: type[Kind]) -> Iterator[Kind]:
     """Yield the undamaged rows of these kinds in order; no rows where there is no file.
 
-    Lines of other kinds, which are most of a long run's, are not decoded.
+    Lines of other kinds, which are most of a long run's, are not decoded, unless another program has written them anew.
     """
     if not path.is_file():
         return
     beginnings = _beginnings(kinds)
     with path.open("rb") as file:
         for line in file:
-            if line.startswith(beginnings) and isinstance(row := rows.decode_row(line), kinds):
+            is_candidate = line.startswith(beginnings) or not line.startswith(_BEGINNING)
+            if is_candidate and isinstance(row := rows.decode_row(line), kinds):
                 yield row
 
 

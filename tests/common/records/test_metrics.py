@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import shutil
@@ -287,3 +288,14 @@ def test_rows_of_some_kinds_are_read_without_decoding_others(tmp_path: Path, mon
     assert [type(row) for row in found] == [StepRow, EventRow, StepRow]
     assert len(decoded) == 3
     assert list(read_rows_of(tmp_path / "absent", StepRow)) == []
+
+
+@pytest.mark.parametrize("sort_keys", [False, True])
+def test_rows_of_some_kinds_are_found_where_another_program_wrote_the_file_anew(tmp_path: Path, *, sort_keys: bool) -> None:
+    with MetricsWriter(tmp_path, clock=lambda: 1.0) as metrics:
+        for row in (step(1), event("joined"), step(2)):
+            metrics.write(row)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_text("".join(f"{json.dumps(json.loads(line), sort_keys=sort_keys)}\n" for line in lines))
+    assert [row.policy_version for row in read_rows_of(path, StepRow)] == [1, 2]
