@@ -38,6 +38,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`rollout.temperature`."""
     overrides_sampling: bool = False
     """`environment.sampling` is `override`."""
+    samples_again: bool = False
+    """`environment.identical_requests` is `sample_again`."""
     tool_parser: str = ""
     reasoning_parser: str = ""
     python: str = ""

@@ -60,7 +60,10 @@ class Worker:
         self._parser = parser
         self._writer = writer
         self._endpoint = Endpoint(
-            temperature=begin.temperature, ignores=begin.overrides_sampling, parses_tools=bool(begin.tool_parser)
+            temperature=begin.temperature,
+            ignores=begin.overrides_sampling,
+            samples_again=begin.samples_again,
+            parses_tools=bool(begin.tool_parser),
         )
         self._sessions: dict[str, AgentSession] = {}
         """The sessions of the episodes whose functions have asked for `chat.url`."""

@@ -33,6 +33,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
         max_episode_tokens=max_episode_tokens(config),
         temperature=config.rollout.temperature,
         overrides_sampling=config.environment.sampling == "override",
+        samples_again=config.environment.identical_requests == "sample_again",
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
         python=config.environment.python,

@@ -164,6 +164,10 @@ class EnvironmentSection(Section, frozen=True):
     """Treatment of requests to `chat.url` with fields that would change the sampling distribution: a temperature other than
     `rollout.temperature`, penalties, a grammar, stop strings. refuse: the agent gets an error. override: such fields are
     ignored, and the requests counted (`reward_part/overridden_requests`)."""
+    identical_requests: Literal["answer_again", "sample_again"] = "answer_again"
+    """Treatment of a request to `chat.url` that equals an earlier one and has no retry counter. answer_again: it gets the same
+    answer, because clients repeat requests after a timeout. sample_again: it gets a new one, for agents that sample several
+    answers and choose."""
     reasoning_parser: str = ""
     """vLLM's name for the format in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays
     in the text of a turn."""

@@ -95,7 +95,9 @@ RULES = (
     ),
     Rule("recorded", _of("environment", "python requirements"), "It only decides where the environment runs."),
     Rule(
-        "refused", _of("environment", "tool_parser reasoning_parser sampling arguments"), "Kept groups were generated with it."
+        "refused",
+        _of("environment", "tool_parser reasoning_parser sampling identical_requests arguments"),
+        "Kept groups were generated with it.",
     ),
     Rule("refused", _of("judge", "model options"), "Kept groups have rewards from the other judge."),
     Rule(

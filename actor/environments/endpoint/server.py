@@ -40,10 +40,18 @@ MODEL = "policy"
 class Endpoint:
     """The server and the episodes it is open for."""
 
-    def __init__(self, *, temperature: float, ignores: bool, parses_tools: bool) -> None:
-        """`parses_tools` says whether the run has a parser for tool calls; see `calls.check` for the others."""
+    def __init__(self, *, temperature: float, ignores: bool, samples_again: bool, parses_tools: bool) -> None:
+        """Make an endpoint that is not open yet.
+
+        Args:
+            temperature: See `calls.check`.
+            ignores: See `calls.check`.
+            samples_again: A request without a retry counter is a new turn, also if it equals an earlier one.
+            parses_tools: The run has a parser for tool calls.
+        """
         self._temperature = temperature
         self._ignores = ignores
+        self._samples_again = samples_again
         self._parses_tools = parses_tools
         self._sessions: dict[str, AgentSession] = {}
         self._address = ""
@@ -134,7 +142,7 @@ class Endpoint:
             cure = "Set environment.tool_parser to the form in which the model writes them."
             raise CallRefused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
         # Clients of OpenAI and Anthropic count their tries.
-        is_first_try = request.headers.get("x-stainless-retry-count") == "0"
+        is_first_try = request.headers.get("x-stainless-retry-count", "0" if self._samples_again else None) == "0"
         answering = asyncio.ensure_future(session.answer(call, digest([dialect.paths, body]), is_first_try=is_first_try))
         hung_up = asyncio.ensure_future(request.receive())
         await asyncio.wait((answering, hung_up), return_when=asyncio.FIRST_COMPLETED)

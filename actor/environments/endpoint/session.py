@@ -113,9 +113,9 @@ class AgentSession:
             _has_warned.append(True)
             logger.warning(
                 "an agent has sent a request again, and got the answer that it had got: without a retry counter it cannot be "
-                "told from a client that lost it. Agents that sample several answers to one request send the header "
-                "`x-stainless-retry-count: 0`, as the SDKs of OpenAI and Anthropic do. Later ones are only counted "
-                "(reward_part/repeated_requests)"
+                "told from a client that lost it. If the agent samples several answers to one request, set "
+                'environment.identical_requests = "sample_again", or let it send the header `x-stainless-retry-count: 0`, as '
+                "the SDKs of OpenAI and Anthropic do. Later ones are only counted (reward_part/repeated_requests)"
             )
 
     def end(self) -> None:

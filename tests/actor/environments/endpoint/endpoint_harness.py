@@ -99,10 +99,15 @@ def render(messages: Sequence[Message]) -> str:
 
 @asynccontextmanager
 async def playing(
-    *, temperature: float = 1.0, ignores: bool = False, parses_tools: bool = True, max_length: int = 1000
+    *,
+    temperature: float = 1.0,
+    ignores: bool = False,
+    samples_again: bool = False,
+    parses_tools: bool = True,
+    max_length: int = 1000,
 ) -> AsyncIterator[Game]:
     """Open an endpoint for one episode."""
-    endpoint = Endpoint(temperature=temperature, ignores=ignores, parses_tools=parses_tools)
+    endpoint = Endpoint(temperature=temperature, ignores=ignores, samples_again=samples_again, parses_tools=parses_tools)
     game = Game(endpoint, max_length)
     try:
         yield game

@@ -277,6 +277,20 @@ def test_answer_that_is_sent_again_is_counted_and_warned_about_once(caplog: pyte
     assert len([text for text in caplog.messages if "x-stainless-retry-count: 0" in text]) == 1
 
 
+def test_identical_requests_are_sampled_again_where_the_run_says_so_but_not_repeated_ones() -> None:
+    async def play() -> None:
+        async with playing(samples_again=True) as game, plain_client() as agent:
+            game.write("A", "B")
+            body = {"model": "policy", "messages": ASK}
+            url = f"{game.url}/chat/completions"
+            first, second = [(await agent.post(url, json=body)).json()["choices"][0]["message"]["content"] for _ in range(2)]
+            assert (first, second) == ("A", "B")
+            repeated = await agent.post(url, json=body, headers={"x-stainless-retry-count": "1"})
+            assert repeated.json()["choices"][0]["message"]["content"] == "B" and game.num_started == 2
+
+    asyncio.run(play())
+
+
 def test_unknown_path_is_an_error_object_that_names_the_paths() -> None:
     async def play() -> None:
         async with playing() as game, plain_client() as agent:
