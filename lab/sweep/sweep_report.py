@@ -263,7 +263,7 @@ def _runs(summary: Summary) -> page.PageSection:
         )
         for run in summary.runs
     ]
-    columns = ("SweepRun", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
+    columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
     columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
     return page.PageSection("Runs", "Each run's own report is behind its name.", [page.Card([page.Table(columns, rows, 2)])])
 

@@ -152,6 +152,7 @@ def test_values_are_means_over_seeds_with_their_spread(tmp_path: Path) -> None:
         ["4 (recommended)", "3 of 3", "0.901 ± 0.001", "0.750 ± 0.000"],
         ["8", "3 of 3", "0.601 ± 0.001", "0.750 ± 0.000"],
     ]
+    assert cells_of(page, "Runs")[0][:3] == ["Run", "State", "Steps"]
 
 
 def test_time_to_the_references_reward_is_a_ratio(tmp_path: Path) -> None:
