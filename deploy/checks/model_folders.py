@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import config_obstacle
+from offbeat.common.models.folders import config_obstacle, find_config
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.library_options import SETTING, check_heads
 from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.local.devices import find_gpus
+from offbeat.deploy.local.plan import uses_vllm
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _INDEX = "model.safetensors.index.json"
@@ -47,6 +49,18 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield from _check_packing(config, fields)
         yield from _check_heads(config, fields)
     yield from _check_adapter(config, tensors)
+
+
+def check_engine_model(config: Config) -> Iterator[Finding]:
+    """Find a model whose heads none of vLLM's kernels for GPUs takes."""
+    if not config.model.path or not uses_vllm(config):
+        return
+    try:
+        fields = msgspec.json.decode(find_config(config.model.path) or b"{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Found by the check of the folder.
+        return
+    yield from _check_head_size(config, fields)
 
 
 def check_reference(config: Config) -> Iterator[Finding]:
@@ -180,6 +194,29 @@ def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
             check_heads(config.train.sequence_parallel_size, num_heads=num_heads, num_key_heads=num_key_heads)
         except SettingError as error:
             yield Finding("mistake", str(error))
+
+
+SMALLEST_FLOAT32_HEAD = 16
+"""Least numbers in a head that vLLM attends with in float32 on a GPU.
+
+Its Triton kernel takes 32 and more. For smaller ones it chooses FlexAttention, whose products torch has from 16.
+"""
+
+
+def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    """Find heads of a float32 model that are too small for vLLM on this machine's GPUs. Latent attention has other kernels."""
+    text = fields.get("text_config")
+    text = text if isinstance(text, dict) else fields
+    hidden, num_heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if config.model.dtype != "float32" or text.get("kv_lora_rank") or not isinstance(hidden, int) or not num_heads:
+        return
+    size = text.get("head_dim") or hidden // num_heads
+    if size < SMALLEST_FLOAT32_HEAD and find_gpus().gpus:
+        problem = (
+            f"the model's attention heads have {size} numbers, and on a GPU vLLM computes in float32 with heads of "
+            f"{SMALLEST_FLOAT32_HEAD} or more"
+        )
+        yield mistake("model.dtype", "float32", problem, 'Set model.dtype="bfloat16" or actor.engine="transformers".')
 
 
 def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:

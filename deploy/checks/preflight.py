@@ -8,6 +8,7 @@
 | data and tokenizer, which a learner alone reads before it loads the model | x | x | | | |
 | your own functions that the learner calls, called once | x | x | x | | |
 | engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x | x |
+| the model under vLLM | x | x | | x | |
 | the reward called once | x | x | | | |
 | learner processes, in groups that share packs | x | x | | | |
 | names that the Hugging Face Hub is asked for, and whether it has the model | x | x | | | |
@@ -42,7 +43,7 @@ from offbeat.common.user_code.external_environment import interpreter
 from offbeat.deploy.checks import machine
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import check_hub_names, check_inputs, check_rows
-from offbeat.deploy.checks.model_folders import check_model, check_reference
+from offbeat.deploy.checks.model_folders import check_engine_model, check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
 from offbeat.deploy.checks.user_functions import (
     check_functions,
@@ -50,6 +51,7 @@ from offbeat.deploy.checks.user_functions import (
     check_reward,
     learner_functions,
 )
+from offbeat.deploy.local.plan import uses_vllm
 from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 
 logger = logging.getLogger(__name__)
@@ -161,14 +163,13 @@ _SIMPLE = {"int": int, "float": (int, float), "str": str, "bool": bool}
 def check_engine_options(config: Config) -> Iterator[Finding]:
     """Find options that are unknown or not for users, values of a wrong type, and an engine that is not installed."""
     name = config.actor.engine
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    if name == "vllm" and not has_vllm:
+    engine = "vllm" if uses_vllm(config) else "transformers"
+    if name == "vllm" != engine:
         cure = 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".'
         yield mistake("actor.engine", name, "vLLM is not installed", cure)
         return
     if not config.actor.engine_options:
         return
-    engine = "vllm" if has_vllm and name != "transformers" else "transformers"
     declared = declared_options(engine)
     for option, value in config.actor.engine_options.items():
         setting = f"actor.engine_options.{option}"
@@ -231,7 +232,7 @@ LOOK_S = 120.0
 REWARD_S = 20.0
 """Longest time for one call of each function of the user's, with the import of its module."""
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, machine.check_folder, machine.check_ports, check_trackers)
-_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, machine.check_actor_port)
+_ACTOR: tuple[Check, ...] = (check_engine_options, check_engine_model, check_judge_server, machine.check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "check": (
         *_LEARNER,

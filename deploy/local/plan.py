@@ -67,8 +67,12 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     if not inventory.gpus or not config.model.path:
         check_indices(config, len(inventory.gpus))
         return None, inventory
-    has_vllm = config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
-    return make_plan(config, inventory.gpus, memory.model_sizes(config.model.path), has_vllm=has_vllm), inventory
+    return make_plan(config, inventory.gpus, memory.model_sizes(config.model.path), has_vllm=uses_vllm(config)), inventory
+
+
+def uses_vllm(config: Config) -> bool:
+    """Return whether actors in this environment sample with vLLM."""
+    return config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
 
 
 def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: memory.ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:

@@ -1,0 +1,66 @@
+"""Models that vLLM cannot sample from are refused before anything starts."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load
+from offbeat.deploy.checks.model_folders import SMALLEST_FLOAT32_HEAD, check_engine_model
+from offbeat.deploy.local import devices
+from offbeat.deploy.local.devices import Device
+from tests.deploy.local.machines import TINY
+
+
+def config_for(folder: Path, *overrides: str, **fields: Any) -> Config:
+    (folder / "config.json").write_text(json.dumps({**TINY, "architectures": ["Qwen3ForCausalLM"], **fields}))
+    return load(None, [f"model.path={folder}", "model.dtype=float32", *overrides])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "list_devices", lambda: [Device(0, "GPU-a", "L4", 24 << 30, 24 << 30)])
+    monkeypatch.setattr(devices, "torch_is_built_for_gpus", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"head_dim": 8}, {"head_dim": None, "hidden_size": 32}, {"text_config": TINY | {"head_dim": 8}}]
+)
+def test_heads_that_vllm_cannot_attend_with_in_float32_are_refused_on_a_gpu(
+    fields: dict[str, Any], gpu: None, tmp_path: Path
+) -> None:
+    (found,) = check_engine_model(config_for(tmp_path, **fields))
+    assert (found.kind, found.text) == (
+        "mistake",
+        'model.dtype = "float32": the model\'s attention heads have 8 numbers, and on a GPU vLLM computes in float32 with '
+        'heads of 16 or more. Set model.dtype="bfloat16" or actor.engine="transformers".',
+    )
+    for cure in ('model.dtype="bfloat16"', 'actor.engine="transformers"'):
+        assert not list(check_engine_model(config_for(tmp_path, cure, **fields)))
+    assert not list(check_engine_model(config_for(tmp_path, **fields | {"head_dim": 16, "text_config": None})))
+    latent = {"kv_lora_rank": 8}
+    assert not list(check_engine_model(config_for(tmp_path, **fields | {"text_config": None} | latent)))
+
+
+def test_small_heads_are_nothing_to_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "list_devices", list)
+    assert not list(check_engine_model(config_for(tmp_path, head_dim=8)))
+
+
+@pytest.mark.slow
+def test_smallest_float32_head_is_that_of_vllms_and_torchs_kernels() -> None:
+    import torch
+    from torch._inductor.kernel.flex import flex_attention
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    assert not FlashAttentionBackend.supports_dtype(torch.float32)
+    assert not TritonAttentionBackend.supports_head_size(SMALLEST_FLOAT32_HEAD)
+    assert FlexAttentionBackend.supports_dtype(torch.float32)
+    assert FlexAttentionBackend.supports_head_size(SMALLEST_FLOAT32_HEAD - 1), "vLLM leaves the refusal to torch"
+    assert f"at least {SMALLEST_FLOAT32_HEAD} but got" in inspect.getsource(flex_attention)
