@@ -1,6 +1,5 @@
 """Checks of the model folders: complete files of a model that can be trained as the settings ask."""
 
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -223,8 +222,6 @@ def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:
     lora = config.lora
     if not lora.rank:
         return
-    if importlib.util.find_spec("peft") is None:
-        yield mistake("lora.rank", lora.rank, "peft is not installed", 'Install it: pip install "offbeat[lora]".')
     layers = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_linear(tensor)]
     if not layers:
         return

@@ -71,8 +71,8 @@ def demo_command(
 ) -> None:
     """Show what a run survives: an actor and the learner are killed, the staleness bound is changed, an actor is added.
 
-    Without CONFIG, an adapter of SmolLM2-135M learns sums (install the extra `lora`). At the end you get the report, the sums
-    of the ledger, and the audit of every lease. Ctrl-C ends the run with all its processes.
+    Without CONFIG, an adapter of SmolLM2-135M learns sums. At the end you get the report, the sums of the ledger, and the
+    audit of every lease. Ctrl-C ends the run with all its processes.
     """
     from offbeat.deploy.local.demo import CHECKPOINT_INTERVAL, run_demo
 

@@ -33,8 +33,10 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     embedding, and modules that are no `nn.Linear`: in a mixture of experts the router and the experts, whose weights are 3-D
     parameters. Raises `SettingError` for a name that matches no linear layer.
     """
-    peft = _import_peft(rank)
-    config = peft.LoraConfig(
+    # Imported here and below: it takes seconds, and most runs train all weights.
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
@@ -43,17 +45,19 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     )
     # In a container: given the policy itself, peft recognizes some mixtures of experts by their config and adapts their experts
     # where `down_proj` is named.
-    peft.inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
+    inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
 
 
 def write_adapter(weights: Mapping[str, Tensor], folder: Path, *, rank: int, alpha: float, base_model: str) -> None:
     """Write the adapter among a trainer's whole weights, named `policy.NAME`, to `folder` as peft and vLLM read it."""
+    from peft import LoraConfig
+
     names = {
         f"base_model.model.{name.removeprefix('policy.').replace(f'.{_ADAPTER}.', '.')}": name
         for name in weights
         if name.endswith((_LOW, _HIGH))
     }
-    config = _import_peft(rank).LoraConfig(
+    config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
@@ -65,15 +69,6 @@ def write_adapter(weights: Mapping[str, Tensor], folder: Path, *, rank: int, alp
     )
     config.save_pretrained(folder)
     save_file({name: weights[ours].contiguous() for name, ours in names.items()}, folder / "adapter_model.safetensors")
-
-
-def _import_peft(rank: int) -> Any:
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        cure = 'Install it: pip install "offbeat[lora]"; or leave the setting at 0.'
-        raise SettingError("lora.rank", rank, "peft is not installed", cure) from error
-    return peft
 
 
 def _matching_layers(policy: PreTrainedModel, target_modules: tuple[str, ...]) -> list[str]:
