@@ -124,7 +124,8 @@ class LearnerContact:
         self._software = importlib.metadata.version("offbeat")
         self._sources = hash_sources(config.task.environment or config.task.reward)
         self._address = config.hub.address
-        self._is_welcome = False
+        self.is_welcome = False
+        """True while the learner is believed to know this actor."""
         self._run_id: str | None = None
         self._learner_incarnation: int | None = None
         self._newest_lease_id: int | None = None
@@ -138,11 +139,6 @@ class LearnerContact:
         self._heartbeat: ActorHeartbeat | None = None
         """The last one sent."""
         self._repeater = HeartbeatRepeater(link.send, HEARTBEAT_S, clock)
-
-    @property
-    def is_welcome(self) -> bool:
-        """True while the learner is believed to know this actor."""
-        return self._is_welcome
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
         """Queue a message. Return False when there is no connection now."""
@@ -165,9 +161,9 @@ class LearnerContact:
     def accept(self, welcome: Welcome) -> bool:
         """Take note that the learner admitted this actor. Return True when it is another process than the one before."""
         is_another = self._learner_incarnation not in (None, welcome.learner_incarnation)
-        if not self._is_welcome:
+        if not self.is_welcome:
             logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
-        self._is_welcome = True
+        self.is_welcome = True
         self._run_id = welcome.run_id
         self._learner_incarnation = welcome.learner_incarnation
         # The hello listed all leases held here. The learner takes back the others itself, and counts anew.
@@ -183,12 +179,12 @@ class LearnerContact:
         # Since now, not since the last message: an actor that was suspended must not give up before it has looked.
         self._searching_since = self._clock()
         self._log_waiting_at = self._searching_since + FIRST_LOG_WAITING_S
-        self._is_welcome = False
+        self.is_welcome = False
 
     def reconnect_if_silent(self) -> None:
         """Give up a connection on which nothing was heard for `hub.dead_after_s`."""
         silent_s = self._clock() - self._heard_at
-        if self._is_welcome and silent_s > self._config.hub.dead_after_s:
+        if self.is_welcome and silent_s > self._config.hub.dead_after_s:
             logger.warning("the learner at %s is silent for %.1f s", self._address, silent_s)
             # The connection may be half open, or closed to this actor's key. A new one shows which.
             self._link.reconnect()
@@ -244,7 +240,7 @@ class LearnerContact:
         After `limit_s` the heartbeats end, with an error in the log: the learner must find an actor that hangs.
         """
         began = self._clock()
-        with self._repeater.repeating(self._heartbeat if self._is_welcome else None, limit_s, what):
+        with self._repeater.repeating(self._heartbeat if self.is_welcome else None, limit_s, what):
             yield
         # Nobody has read messages meanwhile, so this was no silence of the learner.
         self._heard_at += self._clock() - began

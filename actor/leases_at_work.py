@@ -2,19 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.rewards.retries import UnavailableRewards
-from offbeat.actor.sampling import LeaseSampler, RewardedGroup
+from offbeat.actor.sampling import RewardedGroup, SingleTurns
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
 from offbeat.protocols.messages import ActorMessage, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, encode_experts
 from offbeat.protocols.wire import Array, Frame, has_context
+
+if TYPE_CHECKING:
+    from offbeat.actor.environments.episodes import Episodes
 
 
 @dataclass
@@ -96,7 +99,7 @@ class LeasesAtWork:
     def __init__(
         self,
         engine: Engine,
-        sampler: LeaseSampler,
+        sampler: "SingleTurns | Episodes",
         outbox: Outbox,
         *,
         max_message_bytes: int,

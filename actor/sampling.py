@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -39,44 +39,6 @@ class SamplingFailure(NamedTuple):
     """One line."""
 
 
-class LeaseSampler(Protocol):
-    """Makes groups of leases with the engine. All methods are called from the engine's thread and never wait."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while something outside the engine is awaited: a reward, an environment."""
-        ...
-
-    def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
-        """Begin a lease whose weights the engine has."""
-        ...
-
-    def add(self, completion: Completion) -> None:
-        """Take a completion from the engine."""
-        ...
-
-    def poll(self) -> list[RewardedGroup | SamplingFailure]:
-        """Return the leases that have ended since the last call, each once."""
-        ...
-
-    def cancel(self, lease_id: int) -> None:
-        """Forget a lease, if it is here."""
-        ...
-
-    def trouble(self) -> UnavailableRewards | None:
-        """Return which rewards are unavailable; None while none is."""
-        ...
-
-    @property
-    def is_failing(self) -> bool:
-        """True while most rewards or episodes fail for causes that may pass: no more leases should be taken."""
-        ...
-
-    def counts(self) -> dict[str, float]:
-        """Return the counters of episodes as `ActorRow.environment` explains them; empty without an environment."""
-        ...
-
-
 @dataclass
 class _Group:
     lease: Lease
@@ -96,7 +58,10 @@ class _Group:
 
 
 class SingleTurns:
-    """Samples the completions of leases and has them rewarded; see `LeaseSampler` for the methods."""
+    """Samples the completions of leases and has them rewarded.
+
+    `Episodes` has the same methods. All are called from the engine's thread and never wait.
+    """
 
     def __init__(
         self,
@@ -113,15 +78,18 @@ class SingleTurns:
 
     @property
     def is_waiting(self) -> bool:
+        """True while something outside the engine is awaited: a reward, an environment."""
         return self._rewards.num_pending > 0
 
     def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
+        """Begin a lease whose weights the engine has."""
         group = _Group(lease, self._clock())
         self._groups[lease.lease_id] = group
         self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling, images)
 
     def add(self, completion: Completion) -> None:
-        lease_id, index = parse_request_id(completion.request_id)
+        """Take a completion from the engine."""
+        lease_id, index = map(int, completion.request_id.split("/"))
         group = self._groups.get(lease_id)
         if group is None:
             return
@@ -133,6 +101,7 @@ class SingleTurns:
         self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
 
     def poll(self) -> list[RewardedGroup | SamplingFailure]:
+        """Return the leases that have ended since the last call, each once."""
         outcomes: list[RewardedGroup | SamplingFailure] = []
         for result in self._rewards.poll():
             group = self._groups.pop(result.key, None)
@@ -146,19 +115,23 @@ class SingleTurns:
         return outcomes
 
     def cancel(self, lease_id: int) -> None:
+        """Forget a lease, if it is here."""
         group = self._groups.pop(lease_id, None)
         if group is not None:
             self._engine.abort(group.request_ids())
             self._rewards.cancel(lease_id)
 
     def trouble(self) -> UnavailableRewards | None:
+        """Return which rewards are unavailable; None while none is."""
         return self._rewards.trouble()
 
     @property
     def is_failing(self) -> bool:
+        """True while most rewards or episodes fail for causes that may pass: no more leases should be taken."""
         return self._rewards.is_failing
 
     def counts(self) -> dict[str, float]:
+        """Return the counters of episodes as `ActorRow.environment` explains them; empty without an environment."""
         return {}
 
     def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
@@ -175,9 +148,3 @@ class SingleTurns:
 def request_id(lease_id: int, index: int) -> str:
     """Return the engine's name for one completion."""
     return f"{lease_id}/{index}"
-
-
-def parse_request_id(name: str) -> tuple[int, int]:
-    """Return the lease and the index in its group of an engine's request."""
-    lease_id, index = name.split("/")
-    return int(lease_id), int(index)

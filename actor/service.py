@@ -39,7 +39,7 @@ from offbeat.common.settings.hub_keys import keys_of_peer
 from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
 from offbeat.protocols.text import as_name
-from offbeat.protocols.wire import Frame, FromLearner, token_ids
+from offbeat.protocols.wire import Frame, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -274,14 +274,11 @@ class ActorService:
     def _read_messages(self, longest_wait_s: float) -> None:
         """Handle every message that is here; wait for the first one."""
         self.page.turn(is_welcome=self._learner.is_welcome, has_weights=self._engine.policy_version is not None)
-        received = self._wait_for_message(longest_wait_s) if longest_wait_s else self._learner.receive(0.0)
+        with self._seconds.spent_on(self._reason_to_wait()) if longest_wait_s else contextlib.nullcontext():
+            received = self._learner.receive(longest_wait_s)
         while received is not None:
             self._handle(received.message, received.arrays)
             received = self._learner.receive(0.0)
-
-    def _wait_for_message(self, longest_wait_s: float) -> FromLearner | None:
-        with self._seconds.spent_on(self._reason_to_wait()):
-            return self._learner.receive(longest_wait_s)
 
     def _reason_to_wait(self) -> Activity:
         if self._leases.are_waiting_for_rewards:

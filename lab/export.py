@@ -4,30 +4,25 @@ The card says what the model was trained on and how, and has its curve and the s
 so it has no addresses, no secrets, and of local paths their end alone.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from offbeat.common.errors import SettingError
-from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config
-from offbeat.common.settings.config import Config
-from offbeat.learner.training import checkpoints
-
-if TYPE_CHECKING:
-    from torch import Tensor
 import importlib.metadata
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.common.errors import ServiceError, one_line
+from offbeat.common.errors import ServiceError, SettingError, one_line
 from offbeat.common.formats import to_toml
+from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config
 from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.run_summary import RunSettings, parse_settings, read_settings
+from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+    from torch import Tensor
 
 
 def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool) -> Path:

@@ -67,7 +67,7 @@ class TransformersEngine:
         self._batches = make_batches(self._model, settings)
         if not has_files:
             _spoil(self._model)
-        self._info = EngineInfo(
+        self.info = EngineInfo(
             name="transformers",
             version=transformers.__version__,
             dtype=dtype,
@@ -78,23 +78,11 @@ class TransformersEngine:
             has_weight_files=has_files,
             processor=processor_name(device.type),
         )
-        self._policy_version: int | None = None
+        self.policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}
         """Segments of every unfinished completion, by request id."""
         self._num_ended_tokens = 0
-        self._num_loads = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def policy_version(self) -> int | None:
-        return self._policy_version
-
-    @property
-    def num_loads(self) -> int:
-        return self._num_loads
+        self.num_loads = 0
 
     @property
     def cache_use(self) -> CacheUse:
@@ -119,14 +107,14 @@ class TransformersEngine:
     ) -> None:
         assert not images, "this engine takes no images"
         num_prompt_tokens = len(prompt_token_ids)
-        check_prompt_length(num_prompt_tokens, self._info.max_model_len)
-        assert self._policy_version is not None, "weights come before prompts"
+        check_prompt_length(num_prompt_tokens, self.info.max_model_len)
+        assert self.policy_version is not None, "weights come before prompts"
         for request_id in request_ids:
-            self._segments[request_id] = [Segment(self._policy_version, 0)]
+            self._segments[request_id] = [Segment(self.policy_version, 0)]
         self._batches.add(
             request_ids,
             prompt_token_ids,
-            max_new_tokens=min(sampling.max_new_tokens, self._info.max_model_len - num_prompt_tokens),
+            max_new_tokens=min(sampling.max_new_tokens, self.info.max_model_len - num_prompt_tokens),
             temperature=float(sampling.temperature or GREEDY_TEMPERATURE),
         )
 
@@ -142,8 +130,8 @@ class TransformersEngine:
 
     def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
         self._copy_weights(dict(weights.views()))
-        self._policy_version = policy_version
-        self._num_loads += 1
+        self.policy_version = policy_version
+        self.num_loads += 1
         for request_id, num_tokens in self._batches.num_tokens().items():
             _begin_segment(self._segments[request_id], Segment(policy_version, num_tokens))
         if recompute_kv:

@@ -116,7 +116,7 @@ class VllmEngine:
         check_internals(self._engine)
         # The client of an engine that runs in this process.
         self._core = cast(InprocClient, self._engine.engine_core).engine_core
-        self._info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
+        self.info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
         self._sampling_params: dict[Sampling, SamplingParams] = {}
@@ -124,20 +124,8 @@ class VllmEngine:
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
         self._num_prompt_tokens = self._num_cached_tokens = 0
-        self._num_loads = 0
-        self._policy_version: int | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def policy_version(self) -> int | None:
-        return self._policy_version
-
-    @property
-    def num_loads(self) -> int:
-        return self._num_loads
+        self.num_loads = 0
+        self.policy_version: int | None = None
 
     @property
     def cache_use(self) -> CacheUse:
@@ -160,7 +148,7 @@ class VllmEngine:
         *,
         cached_at: int | None = None,
     ) -> None:
-        check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
+        check_prompt_length(len(prompt_token_ids), self.info.max_model_len)
         params = self._sampling_params.get(sampling)
         if params is None:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
@@ -193,9 +181,9 @@ class VllmEngine:
         # Worker processes map the memory: other arguments would be pickled and copied through pipes.
         arguments = (weights.memory.address, weights.layout)
         self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
-        self._policy_version = policy_version
+        self.policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))
-        self._num_loads += 1
+        self.num_loads += 1
         if self._images is not None:
             # The worker has forgotten the vision tower's outputs; the scheduler must ask for them again.
             self._core.scheduler.reset_encoder_cache()
@@ -243,7 +231,7 @@ class VllmEngine:
         A load has a number of its own: a restarted learner may send other weights under a version that was there before. Keys
         of earlier loads leave the cache when their room is needed.
         """
-        salt = str(self._num_loads if cached_at is None else cached_at)
+        salt = str(self.num_loads if cached_at is None else cached_at)
         if not images:
             return tokens_input(list(token_ids), cache_salt=salt)
         assert self._images is not None, "an engine without images gets none"

@@ -68,7 +68,7 @@ class _Closing(NamedTuple):
 
 
 class Episodes:
-    """The episodes at work; see `LeaseSampler` for the methods."""
+    """The episodes at work; see `SingleTurns` for the methods."""
 
     def __init__(
         self,

@@ -225,18 +225,15 @@ def console() -> Console:
     return Console(file=cast(IO[str], _unblocked_stderr))
 
 
-def configure_logs(service: str, *, level: str | None = None) -> None:
+def configure_logs(service: str) -> None:
     """Send the log to stderr: in color on a terminal, else as plain `time level service message` lines.
 
     Call this before vLLM is imported, because vLLM configures its logger at import. A second call replaces the first.
-
-    Args:
-        service: Name shown in every line: `learner`, `actor-0`, ...
-        level: `debug`, `info`, `warning` or `error`. None: the value of `OFFBEAT_LOG_LEVEL`, or `info`.
+    Every line shows the name `service`: `learner`, `actor-0`, ...
     """
-    source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
+    level = os.environ.get(LEVEL_VARIABLE) or "info"
     if level.lower() not in _LEVELS:
-        raise SettingError(source, level, "this is not a log level", f"Use one of: {', '.join(_LEVELS)}.")
+        raise SettingError(LEVEL_VARIABLE, level, "this is not a log level", f"Use one of: {', '.join(_LEVELS)}.")
     if _format() not in _FORMATS:
         raise SettingError(FORMAT_VARIABLE, _format(), "this is not a log format", f"Use one of: {', '.join(_FORMATS)}.")
     root = logging.getLogger()

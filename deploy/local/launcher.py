@@ -265,7 +265,8 @@ class Launcher:
                 self._keep_actor(index)
             if (report := questions.answer()) is not None:
                 self._follow(report)
-            self._bound_logs()
+            for service in self._services():
+                service.bound_logs(MAX_FILE_BYTES)
             time.sleep(LOOK_S)
         if self._learner.restart_at is not None:
             for actor in self._actors.values():
@@ -360,10 +361,6 @@ class Launcher:
         logger.warning("%s; restart %s in %g s", problem, service.budget, wait_s)
         service.restart_at = now + wait_s
         return None
-
-    def _bound_logs(self) -> None:
-        for service in self._services():
-            service.bound_logs(MAX_FILE_BYTES)
 
     def _restart_learner(self) -> None:
         # Without log and checkpoint the run begins again, under another run id, and actors of the former one are refused.

@@ -36,29 +36,17 @@ MAX_EVENT_ROWS = 400
 _NUM_EDGE_STEPS = 10
 """Steps that the first and the last reward are averaged over."""
 
+_BAD_EVENTS = (
+    *("actor_lost", "actor_excluded", "actor_refused", "actor_quarantined", "bad_message", "bias_alarm", "canary_mismatch"),
+    *("completions_left_out", "group_rejected", "health", "learner_doubted", "metrics_rows_lost", "prompt_dropped"),
+    *("reward_error", "reward_timeout"),
+)
+_DOUBTFUL_EVENTS = ("actor_left", "calibration_mismatch", "clip_mispredicted", "lease_expired", "noise_reaches_bounds")
+_GOOD_EVENTS = ("actor_joined", "health_cleared")
 _EVENT_TONES = {
-    "actor_joined": "good",
-    "actor_lost": "bad",
-    "actor_excluded": "bad",
-    "actor_refused": "bad",
-    "bad_message": "bad",
-    "bias_alarm": "bad",
-    "health": "bad",
-    "health_cleared": "good",
-    "learner_doubted": "bad",
-    "actor_quarantined": "bad",
-    "canary_mismatch": "bad",
-    "group_rejected": "bad",
-    "prompt_dropped": "bad",
-    "reward_error": "bad",
-    "reward_timeout": "bad",
-    "metrics_rows_lost": "bad",
-    "lease_expired": "warn",
-    "calibration_mismatch": "warn",
-    "clip_mispredicted": "warn",
-    "completions_left_out": "bad",
-    "noise_reaches_bounds": "warn",
-    "actor_left": "warn",
+    event: tone
+    for events, tone in ((_BAD_EVENTS, "bad"), (_DOUBTFUL_EVENTS, "warn"), (_GOOD_EVENTS, "good"))
+    for event in events
 }
 
 OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "running": "calm"}
@@ -129,7 +117,7 @@ def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
         value = config.setting(section, name)
         return "not recorded" if value in (None, "") else str(value)
 
-    version, num_steps = _last_version(history), config.number("train", "num_steps")
+    version, num_steps = history.steps[-1].policy_version if history.steps else 0, config.number("train", "num_steps")
     started = history.first_time
     facts = {
         "Model": told("model", "path"),
@@ -144,19 +132,17 @@ def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
     return facts | ({"Software": software[-1]} if software else {})
 
 
-def _last_version(history: RunHistory) -> int:
-    return history.steps[-1].policy_version if history.steps else 0
-
-
 def _key_figures(history: RunHistory) -> page.Tiles:
+    num_generated = sum(actor.num_generated_tokens for actor in history.actors.values())
+    trained = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
     return page.Tiles(
         (
             _reward_figure(history),
             _held_out_figure(history),
             _lag_figure(history),
             _clip_figure(history),
-            _generated_figure(history),
-            _trained_figure(history),
+            _rate_figure("Generated", num_generated, history.wall_s),
+            trained._replace(note=f"{trained.note}{_utilization(history)}"),
             _idle_figure(history),
             _dropped_figure(history),
         )
@@ -199,16 +185,6 @@ def _clip_figure(history: RunHistory) -> page.KeyFigure:
         return page.KeyFigure("Clipped", "–", "", "no step yet")
     note = f"of completions; highest step {max(fractions):.1%}"
     return page.KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
-
-
-def _generated_figure(history: RunHistory) -> page.KeyFigure:
-    total = sum(actor.num_generated_tokens for actor in history.actors.values())
-    return _rate_figure("Generated", total, history.wall_s)
-
-
-def _trained_figure(history: RunHistory) -> page.KeyFigure:
-    figure = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
-    return figure._replace(note=f"{figure.note}{_utilization(history)}")
 
 
 def _utilization(history: RunHistory) -> str:

@@ -70,14 +70,16 @@ class PromptStream:
         assert position >= 0
         self._sizes = [Growth(0, num_prompts), *growths]
         self._seed = seed
-        self._position = position
+        self.position = position
+        """Turns of the epochs that are over since the start, served or left out; a turn that is served again does not count."""
         self._returned: deque[PromptTurn] = deque()
         self._left_out: Counter[int] = Counter()
         """Turns left out since `take_left_out`, by epoch."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(tasks))}
         self._tasks = tuple(numbers)
         self._task_of = np.fromiter((numbers[name] for name in tasks), np.int64, len(tasks))
-        self._shares: dict[str, float] = {}
+        self.shares: Mapping[str, float] = {}
+        """The shares of tasks in force; empty where every prompt is served."""
         self._epoch = -1
         """The epoch of `_order` and `_is_kept`; -1 for none."""
         self._begin = 0
@@ -94,30 +96,20 @@ class PromptStream:
         return stream
 
     @property
-    def position(self) -> int:
-        """Turns of the epochs that are over since the start, served or left out; a turn that is served again does not count."""
-        return self._position
-
-    @property
     def share_served(self) -> float:
         """Share of the current epoch that is over, 0 to 1."""
-        epoch, index = self._place(self._position)
+        epoch, index = self._place(self.position)
         return index / self.size_of(epoch)
 
     @property
     def epoch(self) -> int:
         """The pass over the data that new prompts come from."""
-        return self._place(self._position)[0]
+        return self._place(self.position)[0]
 
     @property
     def num_prompts(self) -> int:
         """Number of prompts of the epochs to come."""
         return self._sizes[-1].num_prompts
-
-    @property
-    def shares(self) -> Mapping[str, float]:
-        """The shares of tasks in force; empty where every prompt is served."""
-        return self._shares
 
     def size_of(self, epoch: int) -> int:
         """Return the number of prompts of an epoch."""
@@ -125,7 +117,7 @@ class PromptStream:
 
     def grow(self, num_prompts: int) -> int:
         """Let each epoch that has not begun have this many prompts; return the first of them."""
-        epoch, index = self._place(self._position)
+        epoch, index = self._place(self.position)
         first = epoch + (index > 0)
         self._sizes = [*(size for size in self._sizes if size.epoch < first), Growth(first, num_prompts)]
         # `peek` may have looked into the epoch that is larger now.
@@ -142,7 +134,7 @@ class PromptStream:
         if absent:
             raise ValueError(f"it has a share of the task {absent[0]!r}, which no prompt has")
         assert not shares or max(shares.values()) == 1, "an epoch could serve nothing"
-        self._shares = dict(shares)
+        self.shares = dict(shares)
         self._forget_epoch()
 
     def peek(self) -> PromptTurn:
@@ -156,7 +148,7 @@ class PromptStream:
         position = self._next_kept()
         turn = self._turn_at(position)
         self._pass_to(position)
-        self._position = position + 1
+        self.position = position + 1
         return turn
 
     def take_left_out(self) -> Counter[int]:
@@ -178,10 +170,10 @@ class PromptStream:
             if not len(places):
                 return False
             position = self._begin_of(turn.epoch) + int(places[0])
-            if position < self._position:
+            if position < self.position:
                 return False
             self._returned.extend(self._pass_to(position))
-            self._position = position + 1
+            self.position = position + 1
         else:
             self._returned.remove(turn)
         self._returned.appendleft(turn)
@@ -191,11 +183,11 @@ class PromptStream:
         """Return what `from_state` needs to serve the same prompts as this stream would."""
         first, *growths = self._sizes
         returned = tuple(self._returned)
-        return StreamState(first.num_prompts, self._seed, self._position, returned, tuple(growths), dict(self._shares))
+        return StreamState(first.num_prompts, self._seed, self.position, returned, tuple(growths), dict(self.shares))
 
     def _next_kept(self) -> int:
         """Return the position of the next turn that the shares keep."""
-        position, index = self._position, self._position - self._begin
+        position, index = self.position, self.position - self._begin
         if 0 <= index < len(self._order) and self._is_kept[index]:
             return position
         while True:
@@ -209,13 +201,13 @@ class PromptStream:
     def _pass_to(self, end: int) -> list[PromptTurn]:
         """Move to a position, and return the turns before it that the shares keep; the others count as left out."""
         kept: list[PromptTurn] = []
-        while self._position < end:
-            is_kept = self._is_kept_from(self._position)[: end - self._position]
-            epoch, index = self._place(self._position)
+        while self.position < end:
+            is_kept = self._is_kept_from(self.position)[: end - self.position]
+            epoch, index = self._place(self.position)
             kept += [PromptTurn(prompt_id, epoch) for prompt_id in self._order[index : index + len(is_kept)][is_kept].tolist()]
             if num_left_out := int(np.count_nonzero(~is_kept)):
                 self._left_out[epoch] += num_left_out
-            self._position += len(is_kept)
+            self.position += len(is_kept)
         return kept
 
     def _is_kept_from(self, position: int) -> NDArray[np.bool_]:
@@ -231,9 +223,9 @@ class PromptStream:
         self._epoch, self._order = -1, self._order[:0]
 
     def _keep(self, epoch: int, order: NDArray[np.int64]) -> NDArray[np.bool_]:
-        if not self._shares:
+        if not self.shares:
             return np.ones(len(order), np.bool_)
-        shares = np.array([self._shares.get(name, 1.0) for name in self._tasks])
+        shares = np.array([self.shares.get(name, 1.0) for name in self._tasks])
         return draws(self._seed, epoch, len(order))[order] < shares[self._task_of[order]]
 
     def _turn_at(self, position: int) -> PromptTurn:

@@ -80,7 +80,8 @@ class RolloutLog:
         numbers = segment_numbers(folder)
         self._history_end = self._find_history_end(numbers)
         self._sizes = {number: segment_path(folder, number).stat().st_size for number in segment_numbers(folder)}
-        self._num_bytes = sum(self._sizes.values())
+        self.num_bytes = sum(self._sizes.values())
+        """Size of all segments."""
         self._number = 1 + max([0, *numbers, after.segment if after else 0])
         self._offset = log_reading.HEADER_BYTES
         self._descriptor: int | None = None
@@ -93,11 +94,6 @@ class RolloutLog:
     def end(self) -> log_reading.Position:
         """Position at which the next record will begin."""
         return log_reading.Position(self._number, self._offset)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all segments."""
-        return self._num_bytes
 
     @property
     def is_full(self) -> bool:
@@ -126,7 +122,7 @@ class RolloutLog:
             raise log_reading.LogFullError(error.errno, os.strerror(error.errno), path) from error
         position = self.end
         self._offset += num_bytes
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         self._sizes[self._number] = self._offset
         self._unsynced.add(self._number)
         if self._offset >= self._segment_bytes:
@@ -158,10 +154,10 @@ class RolloutLog:
     def prune(self, needed: log_reading.Position) -> None:
         """Delete the oldest segments until at most `retain_bytes` are left, but none at or after `needed`."""
         for number in sorted(self._sizes):
-            if self._num_bytes <= self._retain_bytes or number >= min(needed.segment, self._number):
+            if self.num_bytes <= self._retain_bytes or number >= min(needed.segment, self._number):
                 return
             segment_path(self._folder, number).unlink(missing_ok=True)
-            self._num_bytes -= self._sizes.pop(number)
+            self.num_bytes -= self._sizes.pop(number)
             self._unsynced.discard(number)
 
     def is_over(self, needed: log_reading.Position) -> bool:
@@ -216,7 +212,7 @@ class RolloutLog:
             path.unlink()
             raise
         self._descriptor = descriptor
-        self._num_bytes += log_reading.HEADER_BYTES
+        self.num_bytes += log_reading.HEADER_BYTES
         self._sizes[self._number] = log_reading.HEADER_BYTES
         self._has_unsynced_name = True
         return descriptor
