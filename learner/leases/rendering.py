@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jinja2
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +13,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
 from offbeat.common.settings.config import DataSection
 from offbeat.common.user_code.functions import is_function
+from offbeat.common.user_code.requests import CallRefused, for_template, read_responses
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.protocols.payload import MAX_IMAGES
 
@@ -33,15 +33,16 @@ def render(row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase) 
     The text of a conversation is the content of its last message. Raises `SettingError` that names the row.
     """
     prompt = _field(row, "data.prompt_field", data.prompt_field)
+    tools: list[dict[str, Any]] = []
     if _is_request(prompt):
-        prompt = _messages_of(prompt)
+        prompt, tools = _read_request(prompt, row, data)
     if isinstance(prompt, str):
         if not data.chat_template:
             return prompt, _tokenize(prompt, data, tokenizer, add_special_tokens=True)
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
         messages = _conversation(prompt, row, data)
-    return messages[-1]["content"], _apply_template(_with_system_prompt(messages, row, data), row, data, tokenizer)
+    return messages[-1]["content"], _apply_template(_with_system_prompt(messages, row, data), tools, row, data, tokenizer)
 
 
 def _field(row: DataRow, setting: str, name: str) -> Any:
@@ -56,57 +57,14 @@ def _is_request(prompt: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(prompt, dict) and "input" in prompt
 
 
-def _messages_of(request: dict[str, Any]) -> object:
-    """Return the messages of a request, as `actor/environments/endpoint/responses.py` reads them; what is none as it is."""
-    given, instructions = request["input"], request.get("instructions")
-    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        return items
-    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    for item in items:
-        match item:
-            case {"type": "reasoning"}:
-                pass
-            case {"type": "function_call", "call_id": call_id, "name": name, "arguments": str(arguments)}:
-                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": _decoded(arguments)}}
-                # The calls of one turn are one message.
-                continues = bool(messages) and messages[-1]["role"] == "assistant"
-                last = messages.pop() if continues else {"role": "assistant", "content": ""}
-                messages.append({**last, "tool_calls": [*last.get("tool_calls", ()), call]})
-            case {"type": "function_call_output", "call_id": call_id, "output": output}:
-                messages.append({"role": "tool", "content": _joined(output), "tool_call_id": call_id})
-            case _:
-                # Templates do not know OpenAI's newer name.
-                role = "system" if item.get("role") == "developer" else item.get("role")
-                messages.append({"role": role, "content": _joined(item.get("content"))})
-    return messages
-
-
-def _decoded(arguments: str) -> object:
-    """Return the arguments of a call as an object, which templates write as JSON themselves; what is no JSON as it is."""
+def _read_request(request: dict[str, Any], row: DataRow, data: DataSection) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Return the messages and the tools of a request, in the form of chat templates."""
     try:
-        return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return arguments
-
-
-def _joined(content: object) -> object:
-    """Return the text of a list of text parts; anything else as it is."""
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _tools_of(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools of a request in the form of chat templates."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool["name"], "parameters": tool.get("parameters") or {}}
-            | ({"description": tool["description"]} if tool.get("description") else {}),
-        }
-        for tool in request.get("tools") or ()
-    ]
+        messages, tools = read_responses(request)
+    except CallRefused as refused:
+        cure = "Choose a field that holds text, a list of messages, or a request that an agent could send."
+        raise SettingError("data.prompt_field", data.prompt_field, f"in {row.place} {refused}", cure) from refused
+    return [dict(for_template(message)) for message in messages], tools
 
 
 def _conversation(prompt: object, row: DataRow, data: DataSection) -> list[Message]:
@@ -143,13 +101,17 @@ def _with_system_prompt(messages: list[Message], row: DataRow, data: DataSection
 
 
 def _apply_template(
-    messages: list[Message], row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    row: DataRow,
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> NDArray[np.int32]:
     if tokenizer.chat_template is None:
         raise SettingError("data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false.")
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **_template_arguments(row, data)
+            messages, tokenize=False, add_generation_prompt=True, **_template_arguments(tools, row, data)
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         problem = f"the template refuses the prompt of {row.place} ({error})"
@@ -173,11 +135,10 @@ def _tokenize(
     return np.asarray(token_ids, dtype=np.int32)
 
 
-def _template_arguments(row: DataRow, data: DataSection) -> dict[str, Any]:
+def _template_arguments(tools: list[dict[str, Any]], row: DataRow, data: DataSection) -> dict[str, Any]:
     """Return the settings' arguments of the template with the row's own over them, and the tools of a request below both."""
-    prompt, field = row.fields.get(data.prompt_field), data.template_arguments_field
-    arguments = data.template_arguments
-    if _is_request(prompt) and (tools := _tools_of(prompt)):
+    arguments, field = data.template_arguments, data.template_arguments_field
+    if tools:
         arguments = {"tools": tools, **arguments}
     if not field:
         return arguments

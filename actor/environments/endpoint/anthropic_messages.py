@@ -5,21 +5,17 @@ from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import (
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.common.user_code.requests import (
     Body,
-    Call,
     CallRefused,
-    Dialect,
-    ModelAnswer,
+    Message,
     function_call,
-    function_tool,
+    function_tools,
     list_of_objects,
-    number_of_tokens,
-    pieces,
     text_field,
     text_of,
 )
-from offbeat.actor.environments.endpoint.message_tree import Message
 
 HARMLESS = frozenset(
     {
@@ -42,10 +38,7 @@ def read(body: Body) -> Call:
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(messages),
-        tools=tuple(
-            function_tool(one, f"tools[{index}]", parameters="input_schema", kinds=(None, "custom"))
-            for index, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))
-        ),
+        tools=tuple(function_tools(body, parameters="input_schema", kinds=(None, "custom"))),
         max_new_tokens=number_of_tokens(body, "max_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=True,

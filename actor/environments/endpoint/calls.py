@@ -4,29 +4,16 @@ Fields that would change what is sampled are refused, or ignored where the run s
 policy that sampled each token, and another temperature, a penalty or a grammar would make it another policy.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from offbeat.actor.environments.endpoint.message_tree import Message
+from offbeat.common.user_code.requests import Body, CallRefused, Message
 
 PIECE = 256
 """Characters of a turn in one event of a stream."""
 SETTING = "environment.sampling"
 _SHOWN = 80
 """Longest value in an error, in characters."""
-Body = Mapping[str, Any]
-"""The JSON object of a request."""
-
-
-class CallRefused(Exception):  # noqa: N818, an answer to an agent and no mistake of the program
-    """A call that gets an error; the text says what to change."""
-
-    def __init__(self, problem: str, *, field: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(problem)
-        self.field = field
-        self.status = status
-        self.code = code
-        """OpenAI's name for the problem, which agents look for."""
 
 
 class Call(NamedTuple):
@@ -71,57 +58,9 @@ class Dialect(NamedTuple):
     write_problem: Callable[[CallRefused], dict[str, Any]]
 
 
-def text_of(content: object, field: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message: a text, or a list of parts with `type` and `text`; raise `CallRefused` for others."""
-    match content:
-        case None:
-            return ""
-        case str():
-            return content
-        case list():
-            return "".join(_text_of_part(part, f"{field}[{index}]", kinds) for index, part in enumerate(content))
-        case _:
-            raise CallRefused(f"{field} is neither a text nor a list of parts", field=field)
-
-
 def pieces(text: str) -> Iterator[str]:
     """Yield a text in parts, as streams have it."""
     yield from (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-
-
-def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call of a tool in the form of OpenAI's chat completions; `arguments` is JSON."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def function_tool(tool: Mapping[str, Any], field: str, *, parameters: str, kinds: Sequence[str | None]) -> dict[str, Any]:
-    """Return a tool in the form of chat completions; raise `CallRefused` for one that the provider runs itself.
-
-    Args:
-        parameters: The name of the field with the schema.
-        kinds: Types of tools that the agent runs.
-    """
-    if tool.get("type") not in kinds:
-        raise CallRefused(f"{field} has the type {tool.get('type')!r}; only tools that the agent runs are here", field=field)
-    function = {"name": text_field(tool, "name"), "parameters": tool.get(parameters) or {}}
-    if tool.get("description"):
-        function["description"] = text_field(tool, "description")
-    return {"type": "function", "function": function}
-
-
-def list_of_objects(value: object, field: str) -> list[Mapping[str, Any]]:
-    """Return a list of JSON objects; raise `CallRefused` for anything else."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise CallRefused(f"{field} is not a list of objects", field=field)
-    return value
-
-
-def text_field(body: Body, name: str, default: str | None = None) -> str:
-    """Return a text; raise `CallRefused` when it is none, or is missing and has no default."""
-    value = body.get(name, default)
-    if not isinstance(value, str):
-        raise CallRefused(f"{name} is not a text" if name in body else f"{name} is missing", field=name)
-    return value
 
 
 def number_of_tokens(body: Body, *names: str) -> int | None:
@@ -134,16 +73,6 @@ def number_of_tokens(body: Body, *names: str) -> int | None:
             raise CallRefused(f"{name} = {value!r} is not a positive integer", field=name)
         return value
     return None
-
-
-def _text_of_part(part: object, field: str, kinds: Sequence[str]) -> str:
-    match part:
-        case {"type": str(kind), "text": str(text)} if kind in kinds:
-            return text
-        case {"type": str(kind)}:
-            raise CallRefused(f"{field} has the type {kind!r}; the model reads text only", field=field)
-        case _:
-            raise CallRefused(f"{field} is no part of a message: an object with a type and a text", field=field)
 
 
 class FieldRule(NamedTuple):

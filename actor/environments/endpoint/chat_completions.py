@@ -5,20 +5,17 @@ from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import (
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.common.user_code.requests import (
+    ROLES,
     Body,
-    Call,
     CallRefused,
-    Dialect,
-    ModelAnswer,
+    Message,
     function_call,
     list_of_objects,
-    number_of_tokens,
-    pieces,
     text_field,
     text_of,
 )
-from offbeat.actor.environments.endpoint.message_tree import Message
 
 HARMLESS = frozenset(
     {
@@ -27,7 +24,6 @@ HARMLESS = frozenset(
         "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
     }
 )  # fmt: skip
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(body: Body) -> Call:

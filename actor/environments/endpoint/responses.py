@@ -1,27 +1,14 @@
 """OpenAI's Responses, with streams. Nothing is stored: each request has the whole history."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import (
-    Body,
-    Call,
-    CallRefused,
-    Dialect,
-    ModelAnswer,
-    function_call,
-    function_tool,
-    list_of_objects,
-    number_of_tokens,
-    pieces,
-    text_field,
-    text_of,
-)
-from offbeat.actor.environments.endpoint.chat_completions import ROLES, write_problem
-from offbeat.actor.environments.endpoint.message_tree import Message
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.chat_completions import write_problem
+from offbeat.common.user_code.requests import Body, CallRefused, read_responses, text_field
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 HARMLESS = frozenset(
@@ -31,7 +18,6 @@ HARMLESS = frozenset(
         "safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "truncation", "user",
     }
 )  # fmt: skip
-_TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: Body) -> Call:
@@ -41,20 +27,11 @@ def read(body: Body) -> Call:
             raise CallRefused(f"{name} is refused: nothing is stored. Send the whole history as input.", field=name)
     if body.get("background"):
         raise CallRefused("background is refused: wait for the answer, or stream it", field="background")
-    instructions, given = body.get("instructions"), body.get("input")
-    messages: list[Message] = [{"role": "system", "content": text_of(instructions, "instructions")}] if instructions else []
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of_objects(given, "input")
-    for index, item in enumerate(items):
-        _append(messages, item, f"input[{index}]")
-    if not messages:
-        raise CallRefused("input is empty", field="input")
+    messages, tools = read_responses(body)
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(messages),
-        tools=tuple(
-            function_tool(one, f"tools[{index}]", parameters="parameters", kinds=("function",))
-            for index, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))
-        ),
+        tools=tuple(tools),
         max_new_tokens=number_of_tokens(body, "max_output_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=True,
@@ -111,27 +88,6 @@ def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
 
 
 RESPONSES = Dialect(("responses",), read, HARMLESS, write, stream, write_problem)
-
-
-def _append(messages: list[Message], item: Mapping[str, Any], field: str) -> None:
-    """Add an item; what the model has called in one turn are several items, and one message."""
-    match item:
-        case {"type": "reasoning"}:
-            pass
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-            call = function_call(call_id, name, arguments)
-            if messages and messages[-1]["role"] == "assistant":
-                last = messages.pop()
-                messages.append({**last, "tool_calls": [*last.get("tool_calls", ()), call]})
-            else:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-            messages.append({"role": "tool", "content": text_of(output, f"{field}.output", _TEXTS), "tool_call_id": call_id})
-        case {"role": str(role), "content": content} if role in ROLES and item.get("type", "message") == "message":
-            text = text_of(content, f"{field}.content", _TEXTS)
-            messages.append({"role": "system" if role == "developer" else role, "content": text})
-        case _:
-            raise CallRefused(f"{field} has the type {item.get('type')!r}, which the model cannot read here", field=field)
 
 
 def _output(answer: ModelAnswer) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from offbeat.actor.environments.endpoint.anthropic_messages import ANTHROPIC_MESSAGES
-from offbeat.actor.environments.endpoint.calls import Call, CallRefused, Dialect, check
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, check
 from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETIONS
-from offbeat.actor.environments.endpoint.message_tree import digest
 from offbeat.actor.environments.endpoint.responses import RESPONSES
-from offbeat.actor.environments.endpoint.session import AgentSession, over
+from offbeat.actor.environments.endpoint.session import AgentSession, digest, over
 from offbeat.common.errors import SettingError
+from offbeat.common.user_code.requests import CallRefused
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -6,16 +6,20 @@ Consumes: calls. Waits for: the actor's turns. Unblocked by: the end of the epis
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from offbeat.actor.environments.chat import Chat, NoRoom, Reply
-from offbeat.actor.environments.endpoint.calls import Call, CallRefused, ModelAnswer, function_call
-from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, arguments_of
+from offbeat.actor.environments.endpoint.calls import Call, ModelAnswer
+from offbeat.common.user_code.requests import CallRefused, Message, arguments_of, for_template, function_call
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _has_warned: list[bool] = []
@@ -172,17 +176,6 @@ class AgentSession:
             del self._exchanges[exchange.digest]
 
 
-def for_template(message: Message) -> Message:
-    """Return a message with the arguments of its tool calls as objects: chat templates write them as JSON themselves."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
 def _message(reply: Reply) -> Message:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.reasoning:
@@ -195,3 +188,66 @@ def _message(reply: Reply) -> Message:
 def over() -> CallRefused:
     """Return the refusal of a call to an episode that has ended."""
     return CallRefused("this episode is over: its function has returned, or it was cancelled", status=410, code="episode_over")
+
+
+@dataclass
+class _Node(Generic[T]):
+    children: dict[bytes, "_Node[T]"] = field(default_factory=dict)
+    turn: T | None = None
+    """The model's turn that this message is."""
+
+
+class MessageTree(Generic[T]):
+    """The messages of an episode's requests, which say which of the model's turns a request continues.
+
+        request 1   user ─ A1
+        request 2   user ─ A1 ─ tool ─ A2                   continues A1
+        request 3   user ─ A1 ─ other ─ A3                  continues A1 too: two sequences with one beginning
+        request 4   user ─ edited ─ tool ─ A4               a history that the model has not written: a new sequence
+        request 5   system' ─ user' ─ A5                    a sub-agent: a new sequence
+
+    A node is a message; one that the model wrote keeps the tokens that were sampled, behind which a request goes on.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, _Node[T]] = {}
+        """One root for each set of tools, because templates write tools in front of all messages."""
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[T | None, int]:
+        """Return the model's last turn in these messages with a history that is known, and the number of messages up to it."""
+        node = self._roots.get(digest(tools))
+        found: tuple[T | None, int] = None, 0
+        for number, message in enumerate(messages, start=1):
+            node = node.children.get(key_of(message)) if node is not None else None
+            if node is None:
+                break
+            if node.turn is not None:
+                found = node.turn, number
+        return found
+
+    def put(self, messages: Sequence[Message], tools: Sequence[Any], reply: Message, turn: T) -> None:
+        """Note that the model has answered these messages with `reply`, in this turn."""
+        node = self._roots.setdefault(digest(tools), _Node())
+        for message in (*messages, reply):
+            node = node.children.setdefault(key_of(message), _Node())
+        node.turn = turn
+
+
+def key_of(message: Message) -> bytes:
+    """Return what two messages have in common that are the same to the model.
+
+    Agents send a reply back in another spelling: white space around its text trimmed, arguments of a tool call with other
+    spaces or in another order, without reasoning, with other ids.
+    """
+    role, content = message["role"], message.get("content") or ""
+    if role != "assistant":
+        return digest([role, content, message.get("name")])
+    calls = [
+        (call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
+    ]
+    return digest([role, content.strip(), calls])
+
+
+def digest(value: object) -> bytes:
+    """Return a hash of a JSON value that does not depend on the order of its keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).digest()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from offbeat.actor.environments.endpoint.responses import RESPONSES
-from offbeat.actor.environments.endpoint.session import for_template
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import DataSection
+from offbeat.common.user_code.requests import for_template
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.learner.leases.rendering import render
 
@@ -117,6 +117,9 @@ def test_request_of_responses_is_rendered_as_the_endpoint_of_an_episode_reads_it
 
 def test_request_with_a_text_as_input_is_one_message_and_tools_of_the_settings_replace_its_own(thinking: Any) -> None:
     assert thinking.decode(render(row({"input": "hi"}), CHAT, thinking)[1]) == "<user>hi<assistant>"
+    # As rows of a table have it, where some other item is a call.
+    of_table = {"type": None, "role": "user", "content": "hi", "call_id": None, "name": None, "arguments": None}
+    assert thinking.decode(render(row({"input": [of_table]}), CHAT, thinking)[1]) == "<user>hi<assistant>"
     called: list[dict[str, Any]] = [item for item in REQUEST["input"] if item.get("call_id") == "c1"]
     assert thinking.decode(render(row({"input": called}), CHAT, thinking)[1]) == "<assistant><tool>48<assistant>"
     thinking.chat_template = SEEN
@@ -128,10 +131,10 @@ def test_request_with_a_text_as_input_is_one_message_and_tools_of_the_settings_r
     ("prompt", "data", "problem"),
     [
         ({"input": "hi"}, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
-        ({"input": []}, CHAT, "a list with other things than messages"),
-        ({"input": None}, CHAT, "it is of type NoneType"),
-        ({"input": [{"type": "item_reference", "id": "7"}]}, CHAT, "a list with other things than messages"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, CHAT, "a list with other things than messages"),
+        ({"input": []}, CHAT, r"in train\.jsonl:7 input is empty"),
+        ({"input": None}, CHAT, "input is not a list of objects"),
+        ({"input": [{"type": "item_reference", "id": "7"}]}, CHAT, r"input\[0\] has the type 'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, CHAT, r"input\[0\]\.content\[0\] has the type"),
         (CONVERSATION, DataSection(), r"data\.chat_template = false: train\.jsonl:7 is a conversation"),
         (CONVERSATION[:2], CHAT, "ends with a message of the assistant"),
         ([], CHAT, "a list with other things than messages"),

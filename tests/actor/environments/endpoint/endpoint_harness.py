@@ -11,10 +11,10 @@ from typing import Any, cast
 import httpx
 
 from offbeat.actor.environments.chat import NoRoom, Reply
-from offbeat.actor.environments.endpoint.message_tree import Message
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.tool_calls import ToolCall
+from offbeat.common.user_code.requests import Message
 
 WAIT_S = 60.0
 """Longest wait for an answer. The server, which imports its packages at the first call, shares its thread with the client."""

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, key_of
+from offbeat.actor.environments.endpoint.session import MessageTree, key_of
+from offbeat.common.user_code.requests import Message
 
 
 def user(text: str) -> Message:
