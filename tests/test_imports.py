@@ -290,7 +290,6 @@ def test_import_of_the_package_loads_none_of_its_dependencies() -> None:
         "actor",
         "actor.judges",
         "actor.judges.asking",
-        "actor.judges.verdicts",
         "actor.rewards",
         "actor.rewards.samples",
         "common",

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from offbeat.actor.judges.verdicts import Prompt, Verdict
+from offbeat.actor.rewards.samples import JudgePrompt, Verdict
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 
-async def judge(prompt: Prompt, *, pattern: str | None = None, options: Mapping[str, Any] | None = None) -> Verdict:
+async def judge(prompt: JudgePrompt, *, pattern: str | None = None, options: Mapping[str, Any] | None = None) -> Verdict:
     """Ask the judge of `[judge]` and return its answer.
 
     Args:
@@ -29,7 +29,7 @@ async def judge(prompt: Prompt, *, pattern: str | None = None, options: Mapping[
     return await client_of_this_loop().ask(prompt, pattern, options or {})
 
 
-def judge_sync(prompt: Prompt, *, pattern: str | None = None, options: Mapping[str, Any] | None = None) -> Verdict:
+def judge_sync(prompt: JudgePrompt, *, pattern: str | None = None, options: Mapping[str, Any] | None = None) -> Verdict:
     """Do the same as `judge`, for plain functions. Several threads may call it at once."""
     import asyncio
 

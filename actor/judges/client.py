@@ -23,10 +23,9 @@ import httpx2
 import msgspec
 
 from offbeat.actor.judges.answer_cache import AnswerCache
-from offbeat.actor.judges.verdicts import JudgeError, Prompt, Verdict
 from offbeat.actor.rewards.failures import TRANSIENT_STATUS
 from offbeat.actor.rewards.retries import Failures, RateLimiter
-from offbeat.actor.rewards.samples import RewardUnavailable
+from offbeat.actor.rewards.samples import JudgeError, JudgePrompt, RewardUnavailable, Verdict
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.formats import MASK
 from offbeat.common.settings.config import Config, JudgeSection
@@ -189,7 +188,7 @@ class JudgeClient:
         per_minute = settings.requests_per_minute
         self._rate = RateLimiter(None if per_minute is None else per_minute / 60.0, numbers.of_rate)
 
-    async def ask(self, prompt: Prompt, pattern: str | None, options: Mapping[str, Any]) -> Verdict:
+    async def ask(self, prompt: JudgePrompt, pattern: str | None, options: Mapping[str, Any]) -> Verdict:
         """Return the judge's answer, from the cache or the server; see `asking.judge`."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         fields = {"temperature": 0, **self._settings.options, **options, "model": self._settings.model, "messages": messages}

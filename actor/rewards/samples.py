@@ -1,8 +1,9 @@
-"""The sample that a reward function receives and the exception that it may raise.
+"""The sample that a reward function receives, the answer of the judge that it asks, and the exceptions of both.
 
 `import offbeat` imports this module, so the module itself imports no other package.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,3 +30,22 @@ class Sample(NamedTuple):
     """`stop`: the model ended the completion. `length`: it was cut at `rollout.max_new_tokens`."""
     is_evaluation: bool
     """True for a held-out prompt, whose rewards are not trained on."""
+
+
+class JudgeError(Exception):
+    """The judge refuses the request, and would refuse it again: a wrong key or model, or a prompt that is too long."""
+
+
+class Verdict(NamedTuple):
+    """The judge's answer."""
+
+    text: str
+    score: float | None = None
+    """The number that `pattern` found in the text; None without a pattern."""
+    num_tokens: int = 0
+    """Tokens of request and answer as the server counts them; estimated where it does not tell, 0 for a cached answer."""
+    is_cached: bool = False
+
+
+JudgePrompt = str | Sequence[Mapping[str, Any]]
+"""What the judge is asked: the user's message, or a whole conversation."""

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 from offbeat.actor.judges.asking import judge, judge_sync
-from offbeat.actor.judges.verdicts import JudgeError, Verdict
-from offbeat.actor.rewards.samples import RewardUnavailable, Sample
+from offbeat.actor.rewards.samples import JudgeError, RewardUnavailable, Sample, Verdict
 from offbeat.common.errors import RunError, StopRun
 
 if TYPE_CHECKING:
