@@ -18,6 +18,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.environment import BROKEN_VARIABLE, prepare_environment
 from offbeat.common.records.logs import CollapsingHandler
 from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
+from tests.process_ends import is_mapped
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
@@ -247,7 +248,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 def _left_files(before: set[Path]) -> list[Path]:
     files = set(SHARED_MEMORY.iterdir()) - before if SHARED_MEMORY.exists() else set()
-    return [file for file in files if file.exists() and not processes.is_mapped(file)]
+    return [file for file in files if file.exists() and not is_mapped(file)]
 
 
 def _left_processes(mark: str) -> list[str]:

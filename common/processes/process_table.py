@@ -23,7 +23,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Return the living processes that this one started."""
-    return [child for child in _all() if _parent(child) == pid and not has_ended(child)]
+    return [child for child in _all() if _stat(child)[1:2] == [str(pid)] and not has_ended(child)]
 
 
 def descendants(pid: int) -> list[int]:
@@ -49,19 +49,6 @@ def has_ended(pid: int) -> bool:
     return not stat or stat[0] == "X" or (stat[0] == "Z" and int(stat[_NUM_THREADS]) <= 1)
 
 
-def kill(pid: int, deadline_s: float = 10.0) -> None:
-    """Send SIGKILL and wait for the end of the process; raise `TimeoutError` after `deadline_s`."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    deadline = time.monotonic() + deadline_s
-    while not has_ended(pid):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pid} did not die within {deadline_s:g} s: {arguments(pid)}")
-        time.sleep(LOOK_S)
-
-
 def kill_group(leader: int) -> None:
     """Kill a process group, also one whose leader has ended.
 
@@ -80,24 +67,8 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def is_mapped(path: Path) -> bool:
-    """Return whether a living process has mapped this file into its memory; False for one that is not there."""
-    try:
-        number = str(path.stat().st_ino).encode()
-    except FileNotFoundError:
-        return False
-    # By inode, the fifth field: the C library maps a semaphore before it has its name.
-    lines = (line.split(maxsplit=5) for pid in _all() for line in _read(pid, "maps").splitlines())
-    return any(fields[4] == number and fields[-1].startswith(bytes(path.parent)) for fields in lines)
-
-
 def _all() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:

@@ -46,6 +46,7 @@ from tests.chaos.outcome import check_learning, check_outcome
 from tests.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from tests.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
 from tests.chaos.tools import Tools
+from tests.process_ends import is_mapped, kill_and_wait
 
 logger = logging.getLogger(f"offbeat.{__name__}")
 
@@ -319,7 +320,7 @@ def _end_processes(mark: str) -> list[str]:
         time.sleep(0.1)
     said = [f"process {pid}: {' '.join(processes.arguments(pid))}" for pid in left]
     for pid in left:
-        processes.kill(pid)
+        kill_and_wait(pid)
     return said
 
 
@@ -330,7 +331,7 @@ def _left_over(work: Path, mark: str, semaphores: set[Path]) -> list[str]:
     """
     left = _end_processes(mark)
     left += [str(work)] if work.exists() else []
-    left += [str(path) for path in sorted(_semaphores() - semaphores) if not processes.is_mapped(path)]
+    left += [str(path) for path in sorted(_semaphores() - semaphores) if not is_mapped(path)]
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(work) in line]
     left += [line for line in Path("/proc/net/dev").read_text().splitlines() if f" ob{os.getpid()}a:" in line]
     if shutil.which("ip"):

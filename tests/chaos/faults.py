@@ -28,6 +28,7 @@ from tests.chaos.network import Network
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd, speak
 from tests.chaos.tools import Struck, Tools
+from tests.process_ends import kill_and_wait
 
 MAX_FILES = 1024
 """Limit on the open files of every service of `offbeat train`: many systems have no higher one by default."""
@@ -197,7 +198,7 @@ def commit(fault: Fault, scene: Scene) -> Committed:
     victims, network, pause = scene.victims, scene.network, scene.victims.pause
     match fault.kind:
         case "kill learner" | "kill actor":
-            processes.kill(victims.find(fault.target))
+            kill_and_wait(victims.find(fault.target))
             return Committed(f"killed the {fault.target}")
         case "kill learner in checkpoint":
             return _kill_in_checkpoint(scene)
@@ -219,14 +220,14 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             network.lose_packets(fault.duration_s, pause, generator)
             return Committed(f"lost packets for {fault.duration_s:.1f} s")
         case "corrupt log" | "corrupt log's middle":
-            processes.kill(victims.find("learner"))
+            kill_and_wait(victims.find("learner"))
             damages = DAMAGES_AT_THE_END if fault.kind == "corrupt log" else DAMAGES_IN_THE_MIDDLE
             return corrupt_log(scene.run / LOG, generator.choice(damages), generator)
         case "damage checkpoint":
             deadline = time.monotonic() + CHECKPOINT_WAIT_S
             while checkpoints.newest(scene.run / CHECKPOINTS) is None and time.monotonic() < deadline:
                 pause(CHECKPOINT_LOOK_S)
-            processes.kill(victims.find("learner"))
+            kill_and_wait(victims.find("learner"))
             return damage_checkpoint(scene.run / CHECKPOINTS, generator)
         case "fill disk":
             return _fill_disk(scene, fault, generator)
@@ -343,7 +344,7 @@ def _change_settings(scene: Scene, fault: Fault) -> Committed:
 def _kill_in_checkpoint(scene: Scene) -> Committed:
     learner = scene.victims.find("learner")
     partial = _await_checkpoint(scene)
-    processes.kill(learner)
+    kill_and_wait(learner)
     return Committed(f"killed the learner while it wrote {partial.name}" if partial else "killed the learner")
 
 
@@ -364,7 +365,7 @@ def _kill_child(victims: Victims, target: Target, generator: random.Random) -> C
         victims.pause(CHILD_LOOK_S)
     child = generator.choice(children)
     name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
-    processes.kill(child)
+    kill_and_wait(child)
     return Committed(f"{target}: killed {name}")
 
 
@@ -523,7 +524,7 @@ def _learner_killed(scene: Scene) -> Iterator[None]:
     learner, launcher = scene.victims.find("learner"), scene.victims.find("launcher")
     os.kill(launcher, signal.SIGSTOP)
     try:
-        processes.kill(learner)
+        kill_and_wait(learner)
         yield
     finally:
         os.kill(launcher, signal.SIGCONT)
@@ -547,7 +548,7 @@ def _append_data(scene: Scene) -> Committed:
     grown.write_text(scene.train_data.read_text() + more.read_text())
     learner = scene.victims.find("learner")
     grown.rename(scene.train_data)
-    processes.kill(learner)
+    kill_and_wait(learner)
     return Committed(f"killed the learner and added {len(more.read_text().splitlines())} rows to the data")
 
 

@@ -30,6 +30,7 @@ from tests.chaos.network import Namespace, Network, Proxy, open_network
 from tests.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
 from tests.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from tests.deploy.services import SERVICES_S, Services
+from tests.process_ends import kill_and_wait
 
 pytestmark = pytest.mark.slow
 
@@ -374,7 +375,7 @@ def test_processes_are_found_by_the_mark_that_they_inherit() -> None:
         assert len(both) == 2
         assert processes.marked("MARK", "of") == []
         for pid in both:
-            processes.kill(pid)
+            kill_and_wait(pid)
         # The process is dead, but not yet collected by this one.
         assert processes.marked("MARK", "of this test") == []
     finally:

@@ -23,6 +23,7 @@ from tests.chaos.chaos import made_up, run_chaos
 from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
 from tests.chaos.tools import Tools
 from tests.learner.leases.event_makers import make_accepted
+from tests.process_ends import kill_and_wait
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +119,7 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
             worker.wait()
         for pid in processes._all():
             if processes.arguments(pid) == ["sleep", "3600"]:
-                processes.kill(pid)
+                kill_and_wait(pid)
 
 
 def test_environment_that_cannot_be_imported_is_refused_before_a_round(tmp_path: Path) -> None:

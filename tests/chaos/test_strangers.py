@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.files import raise_limit
 from offbeat.protocols.channels import Hub, Link
 from tests.chaos import chaos, faults
@@ -16,6 +15,7 @@ from tests.chaos.network import Proxy
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd
 from tests.chaos.test_chaos import Sleepers, fault
+from tests.process_ends import kill_and_wait
 from tests.protocols.sockets import ANY_PORT, LIMIT, introduce, port_of
 
 
@@ -73,7 +73,7 @@ def test_strangers_of_other_protocols_are_said_to_have_spoken(tmp_path: Path, mo
         scene = Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path, tmp_path, port_of(hub))
         committed = commit(fault("strangers speak"), scene)
         assert committed == Committed("7 strangers spoke other protocols to the hub", has_hit=True)
-        monkeypatch.setattr(sleepers, "pause", lambda _: processes.kill(sleepers.find("learner")))
+        monkeypatch.setattr(sleepers, "pause", lambda _: kill_and_wait(sleepers.find("learner")))
         assert commit(fault("strangers speak"), scene).violations == ("strangers of other protocols ended the learner",)
     sleepers.close()
     network.close()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.settings.config import EnvironmentSection
+from tests.process_ends import kill_and_wait
 
 LOOK_S = 0.02
 CALL_S = 30.0
@@ -42,7 +43,7 @@ class Tools:
             slow.unlink(missing_ok=True)
         if words is None:
             return Struck(None)
-        processes.kill(int(words[0]))
+        kill_and_wait(int(words[0]))
         return Struck("killed an environment process in a tool call", has_hit=True)
 
     def wedge(self, pause: Callable[[float], None]) -> Struck:
@@ -64,7 +65,7 @@ class Tools:
         if words is None:
             return Struck(None)
         worker, daemon = words
-        processes.kill(int(worker))
+        kill_and_wait(int(worker))
         left = self._outlive([daemon], END_S, pause)
         violations = (f"a daemon that a tool had started outlived its process by {END_S:g} s",) if left else ()
         return Struck("a tool left a daemon behind, and its process was killed", violations, has_hit=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from offbeat.common.processes import process_table as processes
 from tests.deploy.services import free_port
+from tests.process_ends import kill_and_wait
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NUM_NODES = 3
@@ -123,7 +124,7 @@ def slurm_in(folder: Path, *, kill_wait_s: int) -> Iterator[Slurm]:
         # LeasesAtWork, and slurmd's helpers that wait for them, are in sessions of their own.
         for pid in processes.marked("SLURM_CONF", environment["SLURM_CONF"]):
             if pid != os.getpid():
-                processes.kill(pid)
+                kill_and_wait(pid)
 
 
 def _configure(folder: Path, kill_wait_s: int) -> None:

@@ -79,18 +79,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-class SharedForks(WorkerStarts):
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[WorkerStarts]:
-    forks = SharedForks(forks=True, has_parser=False)
-    yield forks
-    WorkerStarts.close(forks)
-
-
 def begin(model: Path, function: str = "outside_games:play") -> Begin:
     return Begin(
         function=function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=20,

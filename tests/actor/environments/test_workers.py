@@ -102,21 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-class SharedForks(WorkerStarts):
-    """Forks for all tests, which close their workers."""
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[WorkerStarts]:
-    """The imports take seconds."""
-    forks = SharedForks(forks=True, has_parser=False)
-    yield forks
-    WorkerStarts.close(forks)
-
-
 @pytest.fixture(scope="module")
 def one_process(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
     """For tests that leave it alive."""

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from offbeat.common.processes import process_table as processes
+from tests.process_ends import is_mapped, kill_and_wait
 
 PROGRAM = """
 import multiprocessing, time
@@ -25,16 +26,16 @@ def start() -> tuple[subprocess.Popen, list[Path]]:
 def test_killed_group_leaves_no_semaphores() -> None:
     process, semaphores = start()
     assert all(path.exists() for path in semaphores)
-    assert processes.is_mapped(semaphores[0])
+    assert is_mapped(semaphores[0])
     processes.kill_group(process.pid)
     process.wait()
     assert not [path for path in semaphores if path.exists()]
-    assert not processes.is_mapped(semaphores[0])
+    assert not is_mapped(semaphores[0])
 
 
 def test_group_whose_leader_was_killed_before_leaves_none_either() -> None:
     process, semaphores = start()
-    processes.kill(process.pid)
+    kill_and_wait(process.pid)
     processes.kill_group(process.pid)
     process.wait()
     assert not [path for path in semaphores if path.exists()]
@@ -54,7 +55,7 @@ def test_process_whose_first_thread_alone_has_ended_has_not() -> None:
     while status.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
     assert not processes.has_ended(process.pid)
-    processes.kill(process.pid)
+    kill_and_wait(process.pid)
     assert processes.has_ended(process.pid)
     process.wait()
     process.stdin.close()

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.records import row_process
 from offbeat.common.records.rows import EventRow, StepRow
 from offbeat.common.user_code.callback import Callback
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -87,13 +87,6 @@ def step(version: int, **metrics: float) -> StepRow:
 def kept(name: str = "policy_version") -> list[object]:
     lines = Path("rows.jsonl").read_text().splitlines() if Path("rows.jsonl").exists() else []
     return [json.loads(line)[name] for line in lines]
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
 
 
 def test_function_gets_each_row_as_it_stands_in_the_file_and_the_last_before_the_end() -> None:

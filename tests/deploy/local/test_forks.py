@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from offbeat.common.settings.config import Config
 from offbeat.deploy.local.forks import ForkedProcess, Process, WarmStarts, adopt_orphans, choose_starts
 from offbeat.deploy.local.starts import FreshStarts, ProcessStart
 from tests.deploy.services import SERVICES_S, free_port, write_config
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.service,
@@ -57,13 +57,6 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmStar
         process.kill()
     starts.close()
     adopt_orphans(False)
-
-
-def wait_for(claim: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.05)
 
 
 def refused(folder: Path) -> ProcessStart:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from offbeat.deploy.local.starts import FreshStarts
 from tests.common.records.test_run_folder import held_by_another_process
 from tests.deploy.local.warm import WarmProcess
 from tests.deploy.services import SERVICES_S, services_in, write_config
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -96,13 +96,6 @@ class Services:
 def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Services:
     monkeypatch.setattr(launcher, "FIRST_WAIT_S", 0.05)
     return Services(tmp_path)
-
-
-def wait_for(claim: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:

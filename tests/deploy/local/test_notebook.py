@@ -19,6 +19,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.deploy.local import notebook
 from offbeat.deploy.local.notebook import Run, start
 from tests.deploy.services import SERVICES_S, write_config
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -70,13 +71,6 @@ def train(script: str, **settings: object) -> Run:
     """Start the stand-in; it does what the script says."""
     Path("script").write_text(textwrap.dedent(script))
     return start("run.toml", settings, (sys.executable, str(Path("command.py").absolute())))
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def pid() -> int:

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from offbeat.common.settings.loading import load
 from offbeat.learner.reporting.tracking import settings_to_show, tracking
 from tests.learner.reporting.standins import write_trackio
 from tests.learner.reporting.test_tracker_worker import final, step
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,13 +32,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 def notes() -> list[dict[str, object]]:
     return [json.loads(line) for line in Path("notes").read_text().splitlines()] if Path("notes").exists() else []
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
 
 
 def test_tracker_gets_the_numbers_of_steps_and_evaluations_and_goes_on_where_the_run_does(config: Config) -> None:
