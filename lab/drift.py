@@ -16,7 +16,7 @@ from offbeat.common.formats import number
 from offbeat.common.records.rows import EventRow, LedgerSums
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.terminal import FittedTable, print_result
 from offbeat.learner.diagnostics import length_bias
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
@@ -42,10 +42,7 @@ def print_drift(run_folder: Path, *, as_json: bool) -> None:
     if not rows_file.is_file():
         raise SettingError("RUN", str(run_folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
     report = drift_report(fold_rows(read_rows(rows_file)))
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        stdout_console().print(render_drift(report))
+    print_result(report, render_drift(report), as_json=as_json)
 
 
 def drift_report(history: RunHistory) -> DriftReport:

@@ -22,7 +22,7 @@ from offbeat.common.settings.loading import replace_settings
 from offbeat.common.settings.objectives import RECOMPUTED
 from offbeat.lab.audit import is_log_whole
 from offbeat.lab.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.terminal import FittedTable
 from offbeat.learner.leases.events import Accepted, Tuned
 from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.training import checkpoints
@@ -140,14 +140,6 @@ def replay_run(run: Path, request: Request) -> Report:
         notes=notes,
         cannot_tell=[*CANNOT_TELL, *(CANNOT_TELL_OF_GRADIENTS if request.objectives else ())],
     )
-
-
-def print_replay(report: Report, *, as_json: bool) -> None:
-    """Print the report."""
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        stdout_console().print(render_replay(report))
 
 
 def render_replay(report: Report) -> RenderableType:

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderResult
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
 PIPE_WIDTH = 150
 """Width in columns where stdout is a pipe or a file, so that tables are not cut."""
-
-
 TEXT_WIDTH = 24
 """Width down to which a column of text is wrapped before a column of numbers is left out."""
 WIDE = 10_000
@@ -25,6 +24,14 @@ WIDE = 10_000
 def stdout_console() -> Console:
     """Return a console as wide as the terminal, or `PIPE_WIDTH` wide without one."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def print_result(value: object, shown: RenderableType, *, as_json: bool) -> None:
+    """Print what a command has found: the value as JSON, or as it is shown to people."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(value)).decode())
+    else:
+        stdout_console().print(shown)
 
 
 def page(text: str) -> None:

@@ -12,6 +12,7 @@ import typer
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
+from offbeat.common.records.logs import configure_logs
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
@@ -59,8 +60,9 @@ def read_shard(text: str) -> Shard:
     return Shard(int(index), int(number))
 
 
-def say_start(command: str) -> None:
-    """Log which program begins what, so that something stands on the screen before anything slow is done."""
+def begin_log(command: str) -> None:
+    """Configure the log and say which program begins what, so that something stands on the screen before anything slow."""
+    configure_logs(command)
     logger.info("offbeat %s, %s: reading the settings", importlib.metadata.version("offbeat"), command)
 
 

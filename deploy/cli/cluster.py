@@ -19,9 +19,8 @@ from offbeat.deploy.clusters.kubernetes_pods import PodOptions, open_kubernetes_
 from offbeat.deploy.clusters.pool import Pool, reconcile
 from offbeat.deploy.clusters.ray_pool import open_ray_pool
 from offbeat.deploy.clusters.slurm import open_pool, write_scripts
-from offbeat.deploy.operating.link import ask, open_link_to
+from offbeat.deploy.operating.link import ask_status, open_link_to
 from offbeat.lab.run_summary import read_end
-from offbeat.protocols.messages import StatusReport, StatusRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -170,17 +169,13 @@ def reconcile_command(
     if kind not in POOLS:
         raise SettingError("--on", on, "there is no such kind of pool", f"Choose one of {', '.join(POOLS)}.")
     config = read_config_of_run([str(run)])
-    open_link, address = open_link_to(config.hub, operator), config.hub.address
+    open_link = open_link_to(config.hub, operator)
     folder = run if run.is_dir() else Path(config.run.dir)
     stop = StopRequest().install()
     pool = POOLS[kind](config, place)
-
-    def ask_learner() -> StatusReport:
-        with open_link() as link:
-            return ask(link, address, StatusRequest(), StatusReport)
 
     def has_ended() -> bool:
         ended = read_end(folder)
         return ended is not None and ended.outcome is not None
 
-    reconcile(pool, ask_learner, has_ended, stop)
+    reconcile(pool, lambda: ask_status(open_link, config.hub.address), has_ended, stop)

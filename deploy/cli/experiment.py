@@ -94,13 +94,14 @@ def replay_command(
 
     Exit status 1 if a replay with the recorded settings differs from the recording.
     """
-    from offbeat.lab.replay import Request, print_replay, replay_run
+    from offbeat.lab.replay import Request, render_replay, replay_run
+    from offbeat.lab.terminal import print_result
 
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)
     request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, loss)))
     report = replay_run(run, request)
-    print_replay(report, as_json=as_json)
+    print_result(report, render_replay(report), as_json=as_json)
     raise typer.Exit(1 if report.differences else 0)
 
 

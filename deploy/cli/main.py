@@ -105,7 +105,9 @@ def run(app: typer.Typer | None = None) -> None:
             raise
         _fail((f"{error}: raise the limit on {limit}",), GAVE_UP_STATUS)
     except Exception:
-        for file in _hiding_modules():
+        for file in sorted(Path.cwd().glob("*.py")):
+            if file.stem not in sys.stdlib_module_names:
+                continue
             print(
                 f"note: {file} hides Python's own module of this name. If the error below is about it, rename the file.",
                 file=sys.stderr,
@@ -119,11 +121,6 @@ def _has_current_folder() -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _hiding_modules() -> list[Path]:
-    """Return the files of the current folder that are imported in the place of modules of the standard library."""
-    return sorted(file for file in Path.cwd().glob("*.py") if file.stem in sys.stdlib_module_names)
 
 
 def _fail(texts: tuple[str, ...], status: int) -> None:

@@ -7,7 +7,7 @@ import typer
 from msgspec.structs import replace
 
 from offbeat.common.records.logs import configure_logs
-from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, load_config, say_start, start_time
+from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, begin_log, load_config, start_time
 
 
 def check_command(
@@ -26,8 +26,7 @@ def check_command(
     if show_explanation:
         explain_command(arguments)
         return
-    configure_logs("check")
-    say_start("check")
+    begin_log("check")
     config = load_config(arguments, default=QUICKSTART)
     decided = decide_resume(config)
     # Prepared tasks are made when they are first run.

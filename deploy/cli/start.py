@@ -23,8 +23,8 @@ from offbeat.deploy.cli.arguments import (
     SMOLLM2,
     Arguments,
     Preflight,
+    begin_log,
     load_config,
-    say_start,
     split_arguments,
     start_time,
 )
@@ -50,8 +50,7 @@ LearnerKey = Annotated[str, typer.Option(metavar="FILE", help="With --join: the 
 
 def train_command(arguments: Arguments = None) -> None:
     """Run learner and actors on this machine, and write a report. Without arguments, run the quick start."""
-    configure_logs("train")
-    say_start("train")
+    begin_log("train")
     config = settle_resume(expand(load_config(arguments, default=QUICKSTART)))
     refuse_masked(config)
     starts = choose_starts(config)
@@ -76,8 +75,7 @@ def demo_command(
     """
     from offbeat.deploy.local.demo import CHECKPOINT_INTERVAL, run_demo
 
-    configure_logs("demo")
-    say_start("demo")
+    begin_log("demo")
     path, overrides = split_arguments(arguments)
     own = [f"train.checkpoint_interval={CHECKPOINT_INTERVAL}", f'run.dir="runs/demo-{start_time()}"']
     command = [str(path or (QUICKSTART if small else SMOLLM2)), *own, *overrides]
@@ -88,8 +86,7 @@ def demo_command(
 
 def learner_command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run the learner alone. Start actors before or after it; they find it at `hub.address`. Writes the report at the end."""
-    configure_logs("learner")
-    say_start("learner")
+    begin_log("learner")
     config = settle_resume(expand(load_config(arguments)))
     refuse_masked(config)
     is_first_rank = launcher_rank() == 0
@@ -131,8 +128,7 @@ def actor_command(
     arguments: Arguments = None, preflight: Preflight = True, join: Join = "", key: Key = "", learner_key: LearnerKey = ""
 ) -> None:
     """Run one actor. You may start and stop actors at any time while the learner runs."""
-    configure_logs("actor")
-    say_start("actor")
+    begin_log("actor")
     stop = StopRequest().install()
     with contextlib.ExitStack() as stack:
         with stop.at_once(LEAVES):

@@ -122,15 +122,11 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def yaml_text(comment: str, documents: Sequence[Document]) -> str:
-    """Return the documents as YAML below a comment."""
-    lines = "".join(f"# {line}\n" for line in comment.splitlines())
-    return lines + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
-
-
 def write_yaml(path: Path, comment: str, documents: Sequence[Document]) -> None:
-    """Write a private file: it may hold keys, and settings may hold secrets."""
-    write_private(path, yaml_text(comment, documents))
+    """Write the documents below a comment into a private file: it may hold keys, and settings may hold secrets."""
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
+    write_private(path, lines + text)
 
 
 def read_mapping(option: str, path: Path) -> Document:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,14 +19,11 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import PARENT_VARIABLE
 from offbeat.common.settings.config import Config
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.services import FLEET
+from offbeat.deploy.clusters.services import FLEET, find_fleet_key
+from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import is_loopback
 from offbeat.protocols.text import plain
 
-logger = logging.getLogger(__name__)
-
-PROGRAM = (sys.executable, "-m", "offbeat.deploy.cli.main")
-"""The command `offbeat` of the node's environment, as the node itself knows it."""
 ANSWER_S = 5.0
 """Longest wait for the objects of Ray to tell their states; those that wait for a node do not answer."""
 
@@ -193,11 +189,7 @@ def _meeting(config: Config) -> LearnerAccess:
     hub = config.hub
     if not hub.key:
         return LearnerAccess(hub.address, None, None)
-    path = Path(hub.key.replace("{name}", FLEET))
-    if not path.exists():
-        cure = f"Make it: offbeat keygen {path.parent} '{FLEET}-*'"
-        raise SettingError("hub.key", hub.key, f"there is no {path}, the key that all actors of a pool share", cure)
-    return LearnerAccess(hub.address, path.read_text(), Path(hub.learner_key).read_text())
+    return LearnerAccess(hub.address, find_fleet_key(hub.key).read_text(), Path(hub.learner_key).read_text())
 
 
 @contextmanager

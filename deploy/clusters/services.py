@@ -4,13 +4,26 @@ The actors share one name and one key. The learner pauses when it is asked to en
 """
 
 import math
+from pathlib import Path
 
+from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 
 FLEET = "actor"
 """Beginning of the actors' names, and stem of the key file that they share."""
 MARGIN_S = 15
 """Seconds that an actor has before its cluster kills it beyond those that it may take to leave."""
+
+
+def find_fleet_key(key: str) -> Path:
+    """Return the key file that all actors share, as `hub.key` names it; raise `SettingError` where there is none."""
+    path = Path(key.replace("{name}", FLEET)).absolute()
+    if not path.exists():
+        cure = (
+            f"Make it: offbeat keygen {path.parent} '{FLEET}-*'; or leave out hub.key, and a run on Slurm gets keys of its own."
+        )
+        raise SettingError("hub.key", key, f"there is no {path}, the key that all actors of a cluster share", cure)
+    return path
 
 
 def leave_s(config: Config) -> int:

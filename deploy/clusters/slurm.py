@@ -20,7 +20,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.services import FLEET, NOTICE_S, leave_s, moving_settings, notice_s
+from offbeat.deploy.clusters.services import FLEET, NOTICE_S, find_fleet_key, leave_s, moving_settings, notice_s
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import is_loopback
@@ -75,7 +75,7 @@ def write_scripts(
     (places.out / JOB_LOGS).mkdir(parents=True, exist_ok=True)
     settings = [*overrides, *_cluster_settings(config, places)]
     shared = [setting for setting in settings if not setting.startswith("hub.key=")]
-    fleet_key = f"hub.key={_fleet_key(config, places)}"
+    fleet_key = f"hub.key={find_fleet_key(config.hub.key or f'{places.keys}/{{name}}.key')}"
     # Private: settings may hold secrets.
     write_private(places.out / LEARNER_SCRIPT, learner_script(config, places, settings, learner_options))
     actors = actors_script(config, places, [*shared, fleet_key], actor_options)
@@ -158,16 +158,6 @@ def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:
             f"hub.allowed_keys={places.keys / ALLOWED_KEYS}",
         ]
     return settings
-
-
-def _fleet_key(config: Config, places: ScriptPaths) -> Path:
-    """Return the key file that all actors share."""
-    key = config.hub.key or f"{places.keys}/{{name}}.key"
-    path = Path(key.replace("{name}", FLEET)).absolute()
-    if not path.exists():
-        cure = f"Make it: offbeat keygen {path.parent} '{FLEET}-*'; or leave out hub.key, and a run gets keys of its own."
-        raise SettingError("hub.key", config.hub.key, f"there is no {path}, the key that all actors of an array share", cure)
-    return path
 
 
 def _program(num_processes: int) -> str:

@@ -55,6 +55,12 @@ def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest,
     raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")
 
 
+def ask_status(open_link: OpenLink, address: str) -> StatusReport:
+    """Return the learner's status over a link of its own; raise as `ask`."""
+    with open_link() as link:
+        return ask(link, address, StatusRequest(), StatusReport)
+
+
 class StatusPoll:
     """Asks the learner for its status every `ASK_S`; without an operator's key it asks nothing."""
 

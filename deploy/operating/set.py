@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import full_name, replace_settings, setting_text, setting_value
-from offbeat.deploy.operating.link import OpenLink, ask
-from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, StatusReport, StatusRequest
+from offbeat.deploy.operating.link import OpenLink, ask, ask_status
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
 from offbeat.protocols.text import as_name
 
 LARGE_FACTOR = 10.0
@@ -40,8 +40,7 @@ def refuse_large_changes(open_link: OpenLink, address: str, config: Config, sett
     `config` is what the run was started with. Raises `SettingError` when the answer is not yes, or no terminal can be asked;
     `ServiceError` when the learner does not say which values are in force.
     """
-    with open_link() as link:
-        status = ask(link, address, StatusRequest(), StatusReport)
+    status = ask_status(open_link, address)
     in_force = replace_settings(config, {change.setting: change.after for change in status.changed_settings})
     for setting, factor in large_changes(in_force, settings).items():
         before = setting_text(in_force, setting)
@@ -94,8 +93,7 @@ def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool
 
 def say_who_follows(open_link: OpenLink, address: str, wanted: int) -> None:
     """Say how many actors a run without a launcher has, and who brings their number to `wanted`."""
-    with open_link() as link:
-        num_connected = len(ask(link, address, StatusRequest(), StatusReport).members)
+    num_connected = len(ask_status(open_link, address).members)
     if num_connected == wanted:
         return
     itself = f"start {wanted - num_connected} with `offbeat actor`" if num_connected < wanted else "end the others"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -17,10 +16,10 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import Stamped
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.deploy.operating.link import OpenLink, ask
+from offbeat.deploy.operating.link import OpenLink, ask, ask_status
 from offbeat.lab.run_summary import EndedRun, read_end
-from offbeat.lab.terminal import FittedTable, stdout_console
-from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
+from offbeat.lab.terminal import FittedTable, print_result
+from offbeat.protocols.messages import SettingChange, StatusReport, StatusRequest, Vitals
 
 _LEAST_GROWTH_S = 10.0
 """Age of a run from which its growth in an hour is told."""
@@ -45,18 +44,17 @@ def print_status(asked: Asked, *, as_json: bool) -> None:
     ended = read_end(asked.folder)
     # Looked for first: at the address of a run that is over, the learner of another run may answer.
     if ended is not None and ended.outcome is not None:
-        _print(ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder)), as_json=as_json)
+        print_result(ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder)), as_json=as_json)
         return
     try:
-        with asked.open_link() as link:
-            report = ask(link, asked.address, StatusRequest(), StatusReport)
+        report = ask_status(asked.open_link, asked.address)
     except ServiceError as error:
         if ended is None:
             raise
-        _print(ended, render_end(ended, asked.num_steps), as_json=as_json)
+        print_result(ended, render_end(ended, asked.num_steps), as_json=as_json)
         quiet_s = max(0.0, time.time() - ended.last_time)
         raise ServiceError(f"{error}; its rows end {quiet_s:.0f} s ago without a final one: it hangs or was killed") from error
-    _print(report, Group(render_status(report), *render_files(asked.folder)), as_json=as_json)
+    print_result(report, Group(render_status(report), *render_files(asked.folder)), as_json=as_json)
 
 
 def watch_status(asked: Asked, stop: StopRequest) -> None:
@@ -72,13 +70,6 @@ def watch_status(asked: Asked, stop: StopRequest) -> None:
                 ended = read_end(asked.folder)
         if ended is not None and ended.outcome is not None:
             live.update(render_end(ended, asked.num_steps))
-
-
-def _print(state: StatusReport | EndedRun, shown: RenderableType, *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(state)).decode())
-    else:
-        stdout_console().print(shown)
 
 
 def render_end(ended: EndedRun, num_steps: int) -> RenderableType:
@@ -171,7 +162,7 @@ def _members(report: StatusReport) -> FittedTable:
         # Not plain strings, in which rich would look for markup: an actor chose its name and engine.
         table.add_row(
             Text(member.name),
-            Text(member.state, style=_style(member)),
+            Text(member.state, style={"working": "green", "new": "cyan"}.get(member.state, "red")),
             str(member.policy_version) if has_weights else "-",
             str(lag) if has_weights else "",
             f"{member.num_leases}/{member.capacity}",
@@ -187,7 +178,3 @@ def _rejected(rejected: dict[str, int]) -> Table:
     for what, times in sorted(rejected.items(), key=lambda item: -item[1])[:20]:
         table.add_row(Text(what), str(times))
     return table
-
-
-def _style(member: MemberStatus) -> str:
-    return {"working": "green", "new": "cyan"}.get(member.state, "red")
