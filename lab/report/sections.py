@@ -1,6 +1,6 @@
 """The report's sections on health, evaluations and samples."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from offbeat.common.formats import duration, number
 from offbeat.common.pages.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
@@ -91,63 +91,34 @@ def evaluation_sections(history: RunHistory) -> list[PageSection]:
     rows = [row for _, row in sorted(history.evaluations.items())]
     if not rows:
         return []
-    plots = [pass_at_k(rows)]
-    if any(row.sets for row in rows):
-        plots.append(reward_by_set(rows))
-    if any(row.numbers for row in rows):
-        plots.append(own_numbers(rows))
-    return [PageSection("Evaluation", "How well does the policy solve prompts that it is not trained on?", [Grid(plots)])]
-
-
-def pass_at_k(rows: Sequence[EvalRow]) -> Plot:
-    """Return pass@k over policy versions, a line for each k; `rows` are ordered by version."""
     ks = sorted({k for row in rows for k in row.pass_at if k.isdecimal()}, key=int)
-    return Plot(
+    layout = step_layout("policy version", [row.policy_version for row in rows], "share of prompts", y={"rangemode": "tozero"})
+    pass_at_k = Plot(
         "Held-out pass@k",
         "Share of the held-out prompts that at least one of k completions solves: a reward of evaluation.pass_reward or more.",
         [_line(rows, lambda row: row.pass_at, k, f"pass@{k}", index) for index, k in enumerate(ks)],
-        step_layout("policy version", [row.policy_version for row in rows], "share of prompts", y={"rangemode": "tozero"}),
+        layout,
         missing="No evaluation has measured pass@k.",
     )
-
-
-def reward_by_set(rows: Sequence[EvalRow]) -> Plot:
-    """Return the mean reward of each named set over policy versions; `rows` are ordered by version."""
-    return _named_lines(
-        rows,
-        lambda row: row.sets,
-        "Held-out reward by set",
-        "Mean reward of the completions of each named set of data.eval_data.",
-        "reward",
-        "No evaluation has measured a named set.",
-    )
-
-
-def own_numbers(rows: Sequence[EvalRow]) -> Plot:
-    """Return the numbers of `evaluation.function` over policy versions; `rows` are ordered by version."""
-    return _named_lines(
-        rows,
-        lambda row: row.numbers,
-        "Own numbers",
-        "The numbers that evaluation.function returned.",
-        "number",
-        "evaluation.function has returned no number.",
-    )
+    sets = "Mean reward of the completions of each named set of data.eval_data."
+    own = "The numbers that evaluation.function returned."
+    plots = [
+        pass_at_k,
+        *_named_lines(rows, lambda row: row.sets, "Held-out reward by set", sets, "reward"),
+        *_named_lines(rows, lambda row: row.numbers, "Own numbers", own, "number"),
+    ]
+    return [PageSection("Evaluation", "How well does the policy solve prompts that it is not trained on?", [Grid(plots)])]
 
 
 def _named_lines(
-    rows: Sequence[EvalRow],
-    numbers: Callable[[EvalRow], Mapping[str, float]],
-    title: str,
-    question: str,
-    axis: str,
-    missing: str,
-) -> Plot:
-    """Return a plot with a line for each name among the numbers, which is the user's text."""
+    rows: Sequence[EvalRow], numbers: Callable[[EvalRow], Mapping[str, float]], title: str, caption: str, axis: str
+) -> Iterator[Plot]:
+    """Yield a plot over policy versions with a line for each name among the numbers, the user's text; none without a name."""
     names = sorted({name for row in rows for name in numbers(row)})
-    lines = [_line(rows, numbers, name, name, index) for index, name in enumerate(names)]
-    layout = step_layout("policy version", [row.policy_version for row in rows], axis)
-    return Plot(title, question, lines, layout, missing=missing)
+    if names:
+        lines = [_line(rows, numbers, name, name, index) for index, name in enumerate(names)]
+        layout = step_layout("policy version", [row.policy_version for row in rows], axis)
+        yield Plot(title, caption, lines, layout, missing="")
 
 
 def _line(

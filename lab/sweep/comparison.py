@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration, number
-from offbeat.common.pages.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
+from offbeat.common.pages.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, series
 from offbeat.common.pages.page import Caption, Card, Grid, Mark, Missing, Page, PageHead, PageSection, Table, write_page
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.learning_sections import TrainSection
@@ -17,9 +17,8 @@ from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
 from offbeat.lab.run_summary import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, reward_curves
+from offbeat.lab.sweep.plots import NUM_SMOOTHED_STEPS, smooth
 
-NUM_SMOOTHED_STEPS = 5
-"""Steps around each point that a plotted curve is averaged over."""
 MOST_RUNS = len(ACTOR_COLORS)
 """Most runs of a page: as many as there are colors that the eye tells apart."""
 _LEGEND_LINE = 18
@@ -138,8 +137,8 @@ def _learning(runs: Sequence[ComparedRun]) -> list[Plot]:
     by_time = f"Reward over each run's clock; means over {NUM_SMOOTHED_STEPS} steps."
     held_out = "Reward on the held-out prompts."
     return [
-        _plot("Reward by rollouts", "groups trained on", "reward", by_groups, runs, lambda run: _smooth(run.curves.by_groups)),
-        _plot("Reward by wall-clock", "seconds", "reward", by_time, runs, lambda run: _smooth(run.curves.by_seconds)),
+        _plot("Reward by rollouts", "groups trained on", "reward", by_groups, runs, lambda run: smooth(run.curves.by_groups)),
+        _plot("Reward by wall-clock", "seconds", "reward", by_time, runs, lambda run: smooth(run.curves.by_seconds)),
         _plot("Held-out reward", "policy version", "reward", held_out, runs, _held_out),
         _metric_plot("Gradient norm", "norm", "Length of the gradient before it is clipped", runs, "loss/grad_norm"),
     ]
@@ -166,13 +165,9 @@ def _held_out(run: ComparedRun) -> Curve:
     return Curve(list(rewards), list(rewards.values()))
 
 
-def _smooth(curve: Curve) -> Curve:
-    return Curve(curve.xs, running_mean(curve.ys, NUM_SMOOTHED_STEPS))
-
-
 def _metric_plot(title: str, unit: str, caption: str, runs: Sequence[ComparedRun], metric: str) -> Plot:
     def curve_of(run: ComparedRun) -> Curve:
-        return _smooth(Curve(*series(run.history.steps, metric)))
+        return smooth(Curve(*series(run.history.steps, metric)))
 
     plot = _plot(title, "optimizer step", unit, f"{caption}; means over {NUM_SMOOTHED_STEPS} steps.", runs, curve_of)
     plot.layout["yaxis"]["rangemode"] = "tozero"

@@ -10,7 +10,7 @@ from offbeat.lab.sweep.measures import RunCurves
 from offbeat.lab.sweep.summary import Summary, SweepRun
 
 NUM_SMOOTHED_STEPS = 5
-"""Steps around each point that a plotted reward is averaged over."""
+"""Steps around each point that a plotted curve is averaged over."""
 
 _BAND_OPACITY = "2e"
 """Opacity of a band's color, in hexadecimal."""
@@ -85,11 +85,13 @@ def drift(summary: Summary) -> figures.Plot:
 
 
 def _bands(curves: dict[str, list[RunCurves]], curve_of: Callable[[RunCurves], Curve]) -> dict[str, Band]:
-    def smooth(curve: Curve) -> Curve:
-        return Curve(curve.xs, figures.running_mean(curve.ys, NUM_SMOOTHED_STEPS))
-
     averaged = {label: average_curves([smooth(curve_of(run)) for run in runs]) for label, runs in curves.items()}
     return {label: band for label, band in averaged.items() if band is not None}
+
+
+def smooth(curve: Curve) -> Curve:
+    """Return the running mean over `NUM_SMOOTHED_STEPS`."""
+    return Curve(curve.xs, figures.running_mean(curve.ys, NUM_SMOOTHED_STEPS))
 
 
 def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: dict[str, Band]) -> figures.Plot:

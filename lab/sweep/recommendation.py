@@ -68,7 +68,8 @@ def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> 
         *_seed_sentences([*((base, other) for other in others), *rivalries], margin),
     ]
     if best is None:
-        return Recommendation(None, _headline_without_best(reference, margin), sentences)
+        headline = f"Nothing can be recommended: of no value did every seed come within {margin:g} of the final reward of "
+        return Recommendation(None, f"{headline}{reference} without ending below it.", sentences)
     return Recommendation(best.label, _headline(best, base, against_base.get(best.label), margin), sentences)
 
 
@@ -132,13 +133,6 @@ def _headline(best: ValueResult, base: ValueResult, reward: Comparison | None, m
     if reward.low >= -margin:
         return f"{text}, which leaves out a loss of more than {margin:g}."
     return f"{text}, which leaves room for a loss of {-reward.low:.3f}, more than {margin:g}."
-
-
-def _headline_without_best(reference: str, margin: float) -> str:
-    return (
-        f"Nothing can be recommended: of no value did every seed come within {margin:g} of the final reward of {reference} "
-        "without ending below it."
-    )
 
 
 def _reward_sentence(first: str, second: str, comparison: Comparison) -> str:

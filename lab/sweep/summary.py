@@ -242,7 +242,10 @@ def _differences(plan: Plan, baselines: Mapping[Values, Values], runs: Sequence[
         ended = {one: _ended(runs, one) for one in own}
         rewards = compare_with_baseline(_by_seed(ended, lambda run: run.measures.final_reward), label)
         held_out = compare_with_baseline(_by_seed(ended, lambda run: run.measures.held_out_reward), label)
-        seconds = {one: _numbers(ended[one], _whole_train_s) for one in own}
+        seconds = {
+            one: _numbers(ended[one], lambda run: run.measures.train_s or None if run.state == "finished" else None)
+            for one in own
+        }
         found += [
             Difference(one, label, rewards.get(one), held_out.get(one), compare_ratio(seconds[label], seconds[one]))
             for one in own
@@ -257,7 +260,3 @@ def _by_seed(
     return {
         label: {run.seed: number for run in runs if (number := number_of(run)) is not None} for label, runs in ended.items()
     }
-
-
-def _whole_train_s(run: SweepRun) -> float | None:
-    return run.measures.train_s or None if run.state == "finished" else None

@@ -17,7 +17,7 @@ from offbeat.lab.sweep.estimates import CONFIDENCE, PAIRED_CONFIDENCE, SIGNIFICA
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
 from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
-from offbeat.lab.sweep.summary import Gathered, Summary, SweepRun, Value, gather
+from offbeat.lab.sweep.summary import Gathered, Summary, Value, gather
 
 SUMMARY_FILE = "sweep.json"
 """The file of the sweep's `Summary`."""
@@ -250,7 +250,7 @@ def _difference(against: AgainstBaseline | None) -> tuple[str, str]:
 def _runs(summary: Summary) -> page.PageSection:
     rows = [
         (
-            _run_link(run),
+            page.LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name,
             page.Mark(run.state if run.state != "new" else "not begun", _STATE_TONES[run.state]),
             f"{run.measures.num_steps:,}",
             number(run.measures.final_reward, ".3f"),
@@ -266,10 +266,6 @@ def _runs(summary: Summary) -> page.PageSection:
     columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
     columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
     return page.PageSection("Runs", "Each run's own report is behind its name.", [page.Card([page.Table(columns, rows, 2)])])
-
-
-def _run_link(run: SweepRun) -> page.TableCell:
-    return page.LinkedText(run.name, f"{run.name}/{REPORT_FILE}") if run.measures.num_steps else run.name
 
 
 def _settings(config: Config) -> page.PageSection:

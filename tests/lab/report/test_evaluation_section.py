@@ -4,7 +4,7 @@ from offbeat.common.pages.figures import Plot
 from offbeat.common.pages.page import Grid
 from offbeat.common.records.rows import EvalRow
 from offbeat.lab.history import RunHistory
-from offbeat.lab.report.sections import evaluation_sections, own_numbers
+from offbeat.lab.report.sections import evaluation_sections
 
 
 def row(policy_version: int, numbers: dict[str, float]) -> EvalRow:
@@ -13,11 +13,11 @@ def row(policy_version: int, numbers: dict[str, float]) -> EvalRow:
 
 def test_own_numbers_are_lines_over_policy_versions_and_absent_where_there_are_none() -> None:
     rows = [row(10, {"<b>cut": 0.5}), row(20, {}), row(30, {"<b>cut": 0.25})]
-    (line,) = own_numbers(rows).traces
-    assert (line["name"], line["x"], line["y"]) == ("<b>cut", [10, 30], [0.5, 0.25])
-    for evaluations, is_drawn in ((rows, True), ([row(10, {})], False)):
+    lines = [("<b>cut", [10, 30], [0.5, 0.25])]
+    for evaluations, drawn in ((rows, [lines]), ([row(10, {})], [])):
         history = RunHistory(evaluations={one.policy_version: one for one in evaluations})
         (section,) = evaluation_sections(history)
         (grid,) = section.blocks
         assert isinstance(grid, Grid)
-        assert ("Own numbers" in [plot.title for plot in grid.cards if isinstance(plot, Plot)]) == is_drawn
+        plots = [plot for plot in grid.cards if isinstance(plot, Plot) and plot.title == "Own numbers"]
+        assert [[(line["name"], line["x"], line["y"]) for line in plot.traces] for plot in plots] == drawn
