@@ -12,7 +12,6 @@ import resource
 import socket
 import time
 from collections import Counter
-from types import TracebackType
 from typing import NamedTuple
 
 import zmq
@@ -165,7 +164,7 @@ class Hub:
             if sender is None:
                 self._guard.count_dropped(source.decode(), "its key was revoked")
             elif self._guard.is_muted(source):
-                name = _printable(peer) if sender.role is None else sender.name
+                name = plain(peer.decode(errors="backslashreplace"), 64) if sender.role is None else sender.name
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
                 try:
@@ -204,7 +203,7 @@ class Hub:
     def __enter__(self) -> "Hub":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bind(self, address: str, patience_s: float) -> None:
@@ -388,7 +387,7 @@ class Link:
     def __enter__(self) -> "Link":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connect(self) -> None:
@@ -440,10 +439,6 @@ class Link:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
         self._context.term()
-
-
-def _printable(peer: bytes) -> str:
-    return plain(peer.decode(errors="backslashreplace"), 64)
 
 
 def _require_descriptors() -> None:

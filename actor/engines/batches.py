@@ -96,8 +96,10 @@ class PagedBatches:
             # A graph that is replayed runs none of the hooks that record.
             options = {**options, "use_cuda_graph": False}
         config = _batching_config(model.device, max_model_len=settings.max_model_len, seed=settings.seed, options=options)
+        # A temperature other than 1 creates the processor that applies each request's temperature; top_k and top_p are off.
+        generation = GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1)
         manager: ContinuousBatchingManager = model.init_continuous_batching(  # pyright: ignore[reportCallIssue]
-            _generation_config(), config
+            generation, config
         )
         manager.warmup()
         assert manager.batch_processor is not None
@@ -175,11 +177,6 @@ class PagedBatches:
 def _num_tokens(state: RequestState) -> int:
     """Return the number of tokens sampled so far."""
     return len(state.initial_tokens) + len(state.generated_tokens) - state._true_initial_tokens
-
-
-def _generation_config() -> GenerationConfig:
-    # A temperature other than 1 creates the processor that applies each request's temperature; top_k and top_p are off.
-    return GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1)
 
 
 def _batching_config(

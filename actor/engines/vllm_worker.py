@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -169,16 +168,12 @@ class NoWeightsLoader(DummyModelLoader):
     """Gives parameters small random values, with which vLLM measures memory, and leaves the rest as the model was made."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        kept = [(tensor, tensor.clone()) for tensor in _constants(model) if not tensor.is_meta]
+        # Parameters of one number are scales.
+        scales = (parameter.data for parameter in model.parameters() if parameter.numel() == 1)
+        kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *scales) if not tensor.is_meta]
         super().load_weights(model, model_config)
         for tensor, value in kept:
             tensor.copy_(value)
-
-
-def _constants(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers, and the parameters of one number: scales."""
-    yield from model.buffers()
-    yield from (parameter.data for parameter in model.parameters() if parameter.numel() == 1)
 
 
 @torch.no_grad()

@@ -280,7 +280,8 @@ class CopyRecorder(TorchDispatchMode):
         is_whole = source.untyped_storage().nbytes() == source.nbytes
         is_alike = source.dtype == target.dtype and (source.shape, source.stride()) == (target.shape, target.stride())
         is_known = copied is not None and is_whole and is_alike
-        self._extend(target, [_moved(landing, to.offset) for landing in copied or ()] if is_known else None)
+        moved = [one._replace(to=one.to._replace(offset=one.to.offset + to.offset)) for one in copied or ()]
+        self._extend(target, moved if is_known else None)
 
     def _landing(self, source: Tensor, to: Region) -> Landing | None:
         first_byte = int(source.storage_offset()) * source.itemsize
@@ -351,10 +352,6 @@ def _layout(weights: Weights) -> dict[str, tuple[torch.Size, tuple[int, ...], to
 
 def _region(tensor: Tensor) -> Region:
     return Region(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-
-
-def _moved(landing: Landing, offset: int) -> Landing:
-    return landing._replace(to=landing.to._replace(offset=landing.to.offset + offset))
 
 
 def _storage(tensor: Tensor) -> int:

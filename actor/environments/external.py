@@ -9,7 +9,6 @@ that does not answer is killed with the worker, at the same deadlines.
 import asyncio
 import codecs
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from offbeat.actor.environments.chat import Chat
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.common.settings.config import Environment
 from offbeat.common.user_code.external_environment import host_command, host_variables, require_ready
-
-logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 << 20
 _READ_BYTES = 1 << 16

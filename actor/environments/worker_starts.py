@@ -155,7 +155,10 @@ def serve_forks(requests: socket.socket, *, has_parser: bool) -> NoReturn:
     gc.freeze()
     while True:
         mark, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
-        _forget_the_dead()
+        # Collect the workers that have ended; each is a zombie until then.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if not mark:
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as end:
@@ -184,13 +187,6 @@ def _import(*, has_parser: bool) -> None:
                 import vllm.parser.parser_manager
                 import vllm.reasoning
                 import vllm.tool_parsers  # noqa: F401
-
-
-def _forget_the_dead() -> None:
-    """Collect the workers that have ended; each is a zombie until then."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _become_worker(end: socket.socket, mark: str, forker: int) -> NoReturn:

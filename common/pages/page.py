@@ -172,7 +172,7 @@ class Page(NamedTuple):
 def page_html(page: Page) -> str:
     """Return the page as one file that needs neither a network nor other files."""
     scripts: list[str] = []
-    if _has_figures(page):
+    if any(plot.traces for section in page.sections for plot in _plots(section.blocks)):
         # Imported here: Plotly reads 5 MB.
         from plotly.offline import get_plotlyjs
 
@@ -212,10 +212,6 @@ def write_page(path: Path, page: Page) -> Path:
 def asset(name: str) -> bytes:
     """Return a style sheet or a script of the pages."""
     return resources.files("offbeat.common.pages").joinpath(name).read_bytes()
-
-
-def _has_figures(page: Page) -> bool:
-    return any(plot.traces for section in page.sections for plot in _plots(section.blocks))
 
 
 def _plots(blocks: Sequence[Block]) -> Iterator[Plot]:

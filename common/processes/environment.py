@@ -38,7 +38,10 @@ def prepare_environment() -> None:
     if not has_gpu():
         for name, value in CPU_DEFAULTS.items():
             os.environ.setdefault(name, value)
-    _set_vllm_defaults()
+    # vLLM reads these at import.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # No usage statistics are sent without being asked for.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     _mask_broken_companions()
 
 
@@ -69,13 +72,6 @@ def fast_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _set_vllm_defaults() -> None:
-    """Set the variables that vLLM reads at import, unless the user has set them."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # No usage statistics are sent without being asked for.
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def _mask_broken_companions() -> None:

@@ -239,8 +239,12 @@ def configure_logs(service: str) -> None:
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    is_shown = console().is_interactive and _format() == "text"
-    handler = _terminal_handler(service) if is_shown else _plain_handler(service)
+    if console().is_interactive and _format() == "text":
+        handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
+        handler.setFormatter(_OneLineFormatter("%(service)s  %(message)s", defaults={"service": service}))
+    else:
+        handler = logging.StreamHandler(_unblocked_stderr)
+        handler.setFormatter(_plain_formatter(service))
     root.addHandler(CollapsingHandler(handler))
     root.setLevel(logging.WARNING)
     logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
@@ -331,18 +335,6 @@ def doing(logger: logging.Logger, what: str, progress: Callable[[], str] = lambd
     finally:
         ended.set()
         teller.join()
-
-
-def _terminal_handler(service: str) -> logging.Handler:
-    handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
-    handler.setFormatter(_OneLineFormatter("%(service)s  %(message)s", defaults={"service": service}))
-    return handler
-
-
-def _plain_handler(service: str) -> logging.Handler:
-    handler = logging.StreamHandler(_unblocked_stderr)
-    handler.setFormatter(_plain_formatter(service))
-    return handler
 
 
 def _plain_formatter(service: str) -> logging.Formatter:

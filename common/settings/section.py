@@ -22,7 +22,6 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFraction = Annotated[float, Meta(gt=0, le=1)]
-ImportPath = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
 RewardName = Annotated[str, Meta(pattern=r"^(\w+|[\w.]+:\w+)$")]
 
 

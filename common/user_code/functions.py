@@ -109,7 +109,9 @@ def find_sources(path: str) -> dict[str, Path]:
     first = next((module for root in roots if (module := _find(name, root)) is not None), None)
     if first is None:
         return {}
-    package = name.partition(".")[0] if _is_installed(first.root) else ""
+    installed = {Path(folder).resolve() for folder in sysconfig.get_paths().values()}
+    is_installed = first.root.resolve() in installed or not {"site-packages", "dist-packages"}.isdisjoint(first.root.parts)
+    package = name.partition(".")[0] if is_installed else ""
     found: dict[str, Path] = {}
     waiting = [first]
     while waiting:
@@ -193,8 +195,3 @@ def _with_parents(name: str) -> Iterator[str]:
     """Yield a module's name, and those of the packages it is in, whose files run before its own."""
     parts = name.split(".")
     yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-
-
-def _is_installed(root: Path) -> bool:
-    installed = {Path(folder).resolve() for folder in sysconfig.get_paths().values()}
-    return root.resolve() in installed or not {"site-packages", "dist-packages"}.isdisjoint(root.parts)

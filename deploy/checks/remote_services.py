@@ -21,15 +21,18 @@ DATABASE_PACKAGES = ("sqlalchemy", "alembic")
 
 def check_trackers(config: Config) -> Iterator[Finding]:
     """Find trackers that are asked for but not installed, W&B without a login, and a place that MLflow refuses."""
+    mlflow_place = os.environ.get("MLFLOW_TRACKING_URI", "")
+    # Without a place MLflow makes a database of its own.
+    is_database = not mlflow_place or mlflow_place.startswith(("sqlite", "postgresql", "mysql", "mssql"))
     for kind, project in wanted_trackers(config).items():
-        packages = (kind, *(DATABASE_PACKAGES if kind == "mlflow" and _is_database(_mlflow_place()) else ()))
+        packages = (kind, *(DATABASE_PACKAGES if kind == "mlflow" and is_database else ()))
         if any(importlib.util.find_spec(package) is None for package in packages):
             cure = f'Install it: pip install "offbeat[{kind}]"; or leave the setting empty.'
             yield mistake(SETTINGS[kind], project, f"{kind} is not installed", cure)
         elif kind == "wandb" and os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_login():
             yield Finding("warning", f'metrics.wandb_project = "{project}": no login is known here; run `wandb login` first.')
         elif kind == "mlflow":
-            yield from _check_mlflow_place(_mlflow_place())
+            yield from _check_mlflow_place(mlflow_place)
 
 
 def _check_mlflow_place(place: str) -> Iterator[Finding]:
@@ -38,15 +41,6 @@ def _check_mlflow_place(place: str) -> Iterator[Finding]:
     if is_folder and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
         cure = "Name a database, as in sqlite:////home/me/mlflow.db, or a server; or set MLFLOW_ALLOW_FILE_STORE=true."
         yield mistake("environment variable MLFLOW_TRACKING_URI", place, "MLflow keeps no runs in folders", cure)
-
-
-def _mlflow_place() -> str:
-    return os.environ.get("MLFLOW_TRACKING_URI", "")
-
-
-def _is_database(place: str) -> bool:
-    # Without a place MLflow makes a database of its own.
-    return not place or place.startswith(("sqlite", "postgresql", "mysql", "mssql"))
 
 
 def _has_wandb_login() -> bool:

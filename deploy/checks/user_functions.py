@@ -56,12 +56,13 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
     The callback is not called: it may tell somebody.
     """
     reward, loss, advantage = config.reward, config.loss, config.advantage
+    rewards = np.arange(2 * config.rollout.group_size, dtype=np.float64).reshape(2, -1)
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
         (bool(config.data.curriculum), lambda: _call_curriculum(config)),
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
         *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
-        (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
+        (bool(advantage.function), lambda: load_advantage(advantage.function)(rewards)),
         (bool(config.evaluation.function), lambda: _call_evaluation(config)),
         (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
     )
@@ -194,7 +195,3 @@ def _call_evaluation(config: Config) -> None:
     data_set = next(iter(eval_sets(config.data)))
     completion = EvaluatedCompletion(0, *held_out, data_set, STAND_IN, len(STAND_IN), "stop", reward=1.0, reward_parts={})
     function([completion, completion._replace(reward=0.0, finish_reason="length")])
-
-
-def _call_advantage(path: str, group_size: int) -> None:
-    load_advantage(path)(np.arange(2 * group_size, dtype=np.float64).reshape(2, group_size))

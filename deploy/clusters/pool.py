@@ -150,7 +150,9 @@ def reconcile(
             if str(error) != problem:
                 logger.warning("%s; the pool stays as it is, and the learner is asked every %g s", error, interval_s)
             problem = str(error)
-        _sleep(interval_s, stop)
+        ask_again_at = time.monotonic() + interval_s
+        while not stop and time.monotonic() < ask_again_at:
+            time.sleep(min(LOOK_S, interval_s))
 
 
 def follow(pool: Pool, report: StatusReport, starts: StartBackoff) -> None:
@@ -168,9 +170,3 @@ def follow(pool: Pool, report: StatusReport, starts: StartBackoff) -> None:
         logger.info("%d actors wanted, %d there: releasing %s", report.actors_wanted, len(instances), ", ".join(release))
         pool.release(release)
     starts.note(start, release)
-
-
-def _sleep(seconds: float, stop: StopRequest) -> None:
-    deadline = time.monotonic() + seconds
-    while not stop and time.monotonic() < deadline:
-        time.sleep(min(LOOK_S, seconds))

@@ -24,8 +24,6 @@ from offbeat.common.settings.loading import load
 from offbeat.deploy.experiments.jobs import alone_in, run_jobs
 from offbeat.lab.study import trials
 
-logger = logging.getLogger(__name__)
-
 RUNS_PER_PROCESS = 20
 """A process ends after as many runs, because DeepSpeed's modules are never freed."""
 

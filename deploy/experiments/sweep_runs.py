@@ -81,21 +81,17 @@ def divide(num_runs: int, gpus: Sequence[Gpu], cores: Sequence[int]) -> list[Mac
 
 
 LOG_FILE = "train.log"
-
 """File in a trial's folder with the output of its run."""
 
 REPORT_LOCK = ".report.lock"
 
 REPORT_S = 600.0
-
 """Longest wait for other shards' reports before the last one."""
 
 STOP_S = 1800.0
-
 """Longest time that a run may take to save what it has when it is asked to stop."""
 
 JUDGE_S = 10.0
-
 """Seconds between two looks at whether a run is hopeless."""
 
 
@@ -134,7 +130,9 @@ def run_sweep(
             for text, has_failed in ends:
                 say(text)
                 num_failed += has_failed
-                _report_unless_busy(folder, write_report)
+                # Another shard may be writing it; the last one will have all runs.
+                with contextlib.suppress(FolderBusyError), alone_in(folder, name=REPORT_LOCK):
+                    write_report()
     status = INTERRUPTED_STATUS if stop else 1 if num_failed else 0
     with alone_in(folder, name=REPORT_LOCK, wait_s=REPORT_S):
         logger.info("report: %s", write_report())
@@ -261,12 +259,6 @@ class _Judge:
         self._next_look = time.monotonic() + JUDGE_S
         history = fold_rows(read_rows_of(self._rows_file, StepRow, EvalRow))
         return plan.why_hopeless(plan.evaluations_of(history), lag=self._lag)
-
-
-def _report_unless_busy(folder: Path, write_report: Callable[[], Path]) -> None:
-    # Another shard may be writing it; the last one will have all runs.
-    with contextlib.suppress(FolderBusyError), alone_in(folder, name=REPORT_LOCK):
-        write_report()
 
 
 def _shell_line(trial: SweepTrial) -> str:

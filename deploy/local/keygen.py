@@ -24,17 +24,17 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
     Includes the learner and an operator named `operator` when they have no keys yet. Raises `SettingError`, before anything is
     written, for an invalid name and for a pair that exists.
     """
+    named: list[tuple[Role, str]] = [("actor", name) for name in actors if name != LEARNER]
+    named.extend(("operator", name) for name in operators if name != OPERATOR)
+    for _, name in named:
+        _check_new(folder, name)
     # These two always get keys, named or not.
-    always: dict[str, Role] = {LEARNER: "learner", OPERATOR: "operator"}
-    pairs = [make_key_pair("actor", name) for name in actors if name != LEARNER]
-    pairs += [make_key_pair("operator", name) for name in operators if name != OPERATOR]
-    for pair in pairs:
-        _check_name(pair.owner.name)
-        _check_absent(folder, pair.owner.name)
-    pairs += [make_key_pair(role, name) for name, role in always.items() if not _secret_file(folder, name).exists()]
-    for stem, times in Counter(file_stem(pair.owner.name) for pair in pairs).items():
+    always: tuple[tuple[Role, str], ...] = (("learner", LEARNER), ("operator", OPERATOR))
+    named.extend((role, name) for role, name in always if not _secret_file(folder, name).exists())
+    for stem, times in Counter(file_stem(name) for _, name in named).items():
         if times > 1:
             raise SettingError("NAME", stem, "two services would share one key file", "Give each another name.")
+    pairs = [make_key_pair(role, name) for role, name in named]
     folder.mkdir(parents=True, exist_ok=True)
     for pair in pairs:
         _write_secret(_secret_file(folder, pair.owner.name), secret_text(pair))
@@ -63,17 +63,15 @@ An actor's machine needs that actor's .key and {LEARNER}.pub, nothing else. Copy
 Actors that share a key (a name ending in *) set hub.key to its file instead of {{name}}."""
 
 
-def _check_name(name: str) -> None:
-    if not is_name(name.removesuffix("*")):
-        cure = "Use letters, digits, '.', '_', '@' and '-'; a '*' at the end is for a fleet that shares the key."
-        raise SettingError("NAME", name, "this cannot be the name of a service and of a file", cure)
-
-
 def _secret_file(folder: Path, name: str) -> Path:
     return folder / f"{file_stem(name)}.key"
 
 
-def _check_absent(folder: Path, name: str) -> None:
+def _check_new(folder: Path, name: str) -> None:
+    """Raise `SettingError` for a name that no service can have, and for one that has a key."""
+    if not is_name(name.removesuffix("*")):
+        cure = "Use letters, digits, '.', '_', '@' and '-'; a '*' at the end is for a fleet that shares the key."
+        raise SettingError("NAME", name, "this cannot be the name of a service and of a file", cure)
     for path in (_secret_file(folder, name), _secret_file(folder, name).with_suffix(".pub")):
         if path.exists():
             cure = f"To replace the key delete {path} and its line in {folder / ALLOWED_KEYS} first."

@@ -299,7 +299,6 @@ def _reduce_bucket(config: Config) -> float:
 
 Change = Callable[[Config], tuple[Config, str]]
 """Returns changed settings that save memory, and the change in words."""
-_OFFLOAD = 'train.deepspeed={zero_optimization={offload_optimizer={device="cpu"}}}'
 
 
 class Room(NamedTuple):
@@ -324,7 +323,7 @@ def check_learner(config: Config, need: Need, gpu: Gpu, sizes: ModelSizes) -> li
     problem = f"a learner process needs {need}, and the GPU has {gib(gpu.free_bytes)} GiB free"
     if config.launch.learner_gpus and need.certain_bytes <= gpu.free_bytes:
         return [f"launch.learner_gpus: {problem}; the sum is partly an estimate, so the run starts all the same."]
-    cure = learner_cure(config, sizes, gpu.free_bytes)
+    cure = _cure(config, _LEARNER_CHANGES, lambda changed: learner_need(changed, sizes).num_bytes <= gpu.free_bytes)
     if need.certain_bytes <= gpu.free_bytes:
         cure += " To start all the same, name the GPUs in launch.learner_gpus."
     raise SettingError("model.path", config.model.path, problem, cure)
@@ -387,12 +386,6 @@ def _cpu_bytes(config: Config, sizes: ModelSizes) -> float:
     return learners + config.launch.num_actors * cpu_actor_need(config, sizes).num_bytes
 
 
-def learner_cure(config: Config, sizes: ModelSizes, free_bytes: float) -> str:
-    """Return settings that make the learner fit into so much memory, as few as do it."""
-    changes = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded]
-    return _cure(config, changes, lambda changed: learner_need(changed, sizes).num_bytes <= free_bytes)
-
-
 def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
     """Return settings with which all who are on an actor's GPU fit on it together."""
 
@@ -403,8 +396,7 @@ def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
         # One part in a hundred more than the plan's reserve, because shares are rounded down.
         return needed <= room.gpu.free_bytes - 0.06 * room.gpu.total_bytes
 
-    of_learner = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded] if room.learner_bytes else []
-    return _cure(config, [_one_actor, *of_learner], fits)
+    return _cure(config, [_one_actor, *(_LEARNER_CHANGES if room.learner_bytes else ())], fits)
 
 
 def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bool]) -> str:
@@ -448,4 +440,8 @@ def _small_batches(config: Config) -> tuple[Config, str]:
 def _offloaded(config: Config) -> tuple[Config, str]:
     zero = {**config.train.deepspeed.get("zero_optimization", {}), "offload_optimizer": {"device": "cpu"}}
     train = replace(config.train, deepspeed={**config.train.deepspeed, "zero_optimization": zero})
-    return replace(config, train=train), _OFFLOAD
+    return replace(config, train=train), 'train.deepspeed={zero_optimization={offload_optimizer={device="cpu"}}}'
+
+
+_LEARNER_CHANGES = (_checkpointed, _small_batches, _offloaded, _inputs_offloaded)
+"""The changes that save the learner's memory, in the order in which they are tried."""

@@ -107,7 +107,10 @@ def render_status(report: StatusReport) -> RenderableType:
     members = _members(report) if report.members else Text("no actor is connected", style="yellow")
     parts: list[RenderableType] = [head, *problems, *tuned, members]
     if report.rejected:
-        parts.append(_rejected(report.rejected))
+        rejected = Table("refused", "times")
+        for what, times in sorted(report.rejected.items(), key=lambda item: -item[1])[:20]:
+            rejected.add_row(Text(what), str(times))
+        parts.append(rejected)
     return Group(*parts)
 
 
@@ -171,10 +174,3 @@ def _members(report: StatusReport) -> FittedTable:
             Text(member.engine),
         )
     return FittedTable(table, dispensable=("engine", "last seen", "tokens/s", "lag"))
-
-
-def _rejected(rejected: dict[str, int]) -> Table:
-    table = Table("refused", "times")
-    for what, times in sorted(rejected.items(), key=lambda item: -item[1])[:20]:
-        table.add_row(Text(what), str(times))
-    return table

@@ -195,7 +195,9 @@ class Simulation:
                 case EventKind.STEPS_END:
                     batches.append(self._end_batch())
                 case EventKind.REST_ENDS:
-                    self._end_rest()
+                    self._is_learner_free = True
+                    self._free_since = self._clock.seconds
+                    self._clock.change_busy(-1)
                 case EventKind.WEIGHTS_ARRIVE:
                     self._transfer.arrive()
                 case EventKind.WEIGHTS_ARE_COMMITTED:
@@ -344,11 +346,6 @@ class Simulation:
         if self._actors.num_staying > 1:
             self._actors.leave()
         self._clock.schedule_after(self._scaling.lives_s, EventKind.ACTOR_ENDS)
-
-    def _end_rest(self) -> None:
-        self._is_learner_free = True
-        self._free_since = self._clock.seconds
-        self._clock.change_busy(-1)
 
     def _publish(self) -> None:
         self._evaluations.reach(self._policy_version)

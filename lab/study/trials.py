@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,8 +17,6 @@ BASELINE = "gspo"
 LEAST_WIDTH = 1e-3
 """Least width of an interval. Below it, runs differ by the same number of answers, which is chance and no certainty."""
 LAGS = (0, 1, 4, 16, 64)
-NOISES = (0.0, 0.01, 0.05, 0.2)
-"""Standard deviations of the noise on logits, in nats: none, about bfloat16's on the quick start, and two coarser engines."""
 NUM_SEEDS = 5
 CORRECTED: Mapping[str, tuple[str, ...]] = {
     "reinforce + token_tis": ("loss.objective=reinforce", "loss.correction=token_tis"),
@@ -66,7 +64,7 @@ class StudyTrial(NamedTuple):
     lag: int
     """Optimizer steps between the weights that sample and those that train; fewer at the beginning of the run."""
     noise: float
-    """Noise of the sampler's logits: a value such as those in `NOISES`."""
+    """Standard deviation of the noise on the sampler's logits, in nats: 0.01 is about bfloat16's on the quick start."""
     seed: int
 
     def __str__(self) -> str:
@@ -173,7 +171,10 @@ def append_row(file: Path, row: msgspec.Struct) -> None:
     """Add a row to the file: whole, and on the disk when this returns."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab+") as stream:
-        _remove_torn_line(stream)
+        # What follows the last newline was torn when its process died.
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.seek(0, os.SEEK_END)
         stream.write(msgspec.json.encode(row) + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -193,14 +194,6 @@ def left_to_do(
             raise SettingError("FOLDER", row.trial.task, problem, "Name another folder.")
         done.add(row.trial)
     return [trial for trial in trials if trial not in done]
-
-
-def _remove_torn_line(stream: IO[bytes]) -> None:
-    """Cut off what follows the last newline."""
-    stream.seek(0)
-    content = stream.read()
-    stream.truncate(content.rfind(b"\n") + 1)
-    stream.seek(0, os.SEEK_END)
 
 
 PROBE_FILE = "probe.jsonl"

@@ -21,7 +21,7 @@ from offbeat.learner.calibration.calibration import (
 )
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
+from offbeat.learner.objectives.correction_rules import CorrectionRule
 from offbeat.learner.objectives.objective import Objective, make_objective
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Hello
@@ -54,7 +54,8 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
             recommended = bound_noise.recommend_bounds(calibration.floor, rule, lengths)
             cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
             name = write_corrections((choice,))
-            warnings.append(f"loss.correction: {name} {_does(rule)} {_of_noise(share)}{cure}")
+            does = "truncates" if isinstance(rule, CorrectionRule) and rule.truncates else "masks"
+            warnings.append(f"loss.correction: {name} {does} {_of_noise(share)}{cure}")
     if objective.m2_threshold is not None:
         share = bound_noise.expected_dropped(calibration.floor, objective.m2_threshold)
         if share > WARNED_SHARE:
@@ -78,10 +79,6 @@ def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibrat
 
 def _of_noise(share: float) -> str:
     return f"{share:.0%} of the tokens for the engine's measured noise alone, with nothing stale."
-
-
-def _does(rule: AnyCorrection) -> str:
-    return "truncates" if isinstance(rule, CorrectionRule) and rule.truncates else "masks"
 
 
 class CalibrationWatch:

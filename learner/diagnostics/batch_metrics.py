@@ -5,7 +5,7 @@ The metrics of the loss are also measured by policy lag.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -236,8 +236,8 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
         **(_episode_metrics(rollouts) if any(group.has_environment for group in groups) else {}),
-        **_part_means(rollouts),
-        **_task_means(groups),
+        **_means("reward_part", (part for rollout in rollouts for part in rollout.reward_parts.items())),
+        **_means("reward_by_task", ((group.task, one.reward) for group in groups if group.task for one in group.rollouts)),
         **_metrics_by_lag(groups, lags),
     }
 
@@ -254,22 +254,12 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each named part of the rewards, over the completions that have it."""
+def _means(prefix: str, named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of the values of each name, such as a part of the reward or a task, as `prefix/name`."""
     values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
-            values.setdefault(name, []).append(value)
-    return {f"reward_part/{name}": float(np.mean(of_part)) for name, of_part in sorted(values.items())}
-
-
-def _task_means(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean reward of each task's completions."""
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        if group.task:
-            rewards.setdefault(group.task, []).extend(rollout.reward for rollout in group.rollouts)
-    return {f"reward_by_task/{task}": float(np.mean(of_task)) for task, of_task in sorted(rewards.items())}
+    for name, value in named:
+        values.setdefault(name, []).append(value)
+    return {f"{prefix}/{name}": float(np.mean(of_name)) for name, of_name in sorted(values.items())}
 
 
 def _metrics_by_lag(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:

@@ -123,12 +123,9 @@ class RoutingHistory:
         routing = self._routings.get(policy_version)
         if routing is None or routing.experts.shape != experts.shape:
             return {}
-        return _named("engine_", routing_metrics(routing.experts, _tensor(experts)))
-
-
-def _tensor(experts: NDArray) -> Tensor:
-    # Copied: arrays from the wire are read-only views.
-    return torch.from_numpy(experts.astype("int64"))
+        # Copied: arrays from the wire are read-only views.
+        copied = torch.from_numpy(experts.astype("int64"))
+        return _named("engine_", routing_metrics(routing.experts, copied))
 
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -186,7 +186,9 @@ def _unreadable(path: Path, setting: str, reason: str | None) -> SettingError:
 def _dataset_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        name, config = _split_dataset_name(source)
+        # owner/name, or owner/name/config
+        parts = source.split("/")
+        name, config = ("/".join(parts[:2]), parts[2]) if len(parts) == 3 else (source, None)
         return _loaded_rows(source, setting, name, name=config, split=split)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_rows(folder, split, setting)
@@ -234,9 +236,3 @@ def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:
         fields = dict(row)
         # Datasets hold values that JSON does not (dates, bytes, images): the reward gets those as text.
         yield DataRow(f"row {number} of {source}", fields, msgspec.json.encode(fields, enc_hook=str).decode())
-
-
-def _split_dataset_name(source: str) -> tuple[str, str | None]:
-    """Split `owner/name/config` into `owner/name` and `config`, which is None when it is missing."""
-    parts = source.split("/")
-    return ("/".join(parts[:2]), parts[2]) if len(parts) == 3 else (source, None)

@@ -42,7 +42,9 @@ class ImagePacker:
             own[:] = prompt_positions(is_image, of_prompt, merge_size=self._reader.merge_size)
             inputs.append(span.start + np.flatnonzero(is_image))
             patches += of_prompt
-        patches = patches or [_blank(self._reader)]
+        side = self._reader.merge_size
+        smallest = ImagePatches(np.zeros((side * side, self._reader.patch_numbers), dtype=np.float32), side, side, 0)
+        patches = patches or [smallest]
         added = PackedImages(
             torch.from_numpy(np.concatenate([image.values for image in patches])),
             torch.tensor([(1, image.rows, image.columns) for image in patches]),
@@ -107,9 +109,3 @@ def image_states(
         inputs_embeds=embeddings[inputs], position_ids=position_ids[:, inputs], use_cache=False, **options
     ).last_hidden_state.flatten(0, 1)
     return states if rows is None else states.index_select(0, rows.places)
-
-
-def _blank(reader: ImageReader) -> ImagePatches:
-    """Return the smallest image."""
-    side = reader.merge_size
-    return ImagePatches(np.zeros((side * side, reader.patch_numbers), dtype=np.float32), side, side, 0)

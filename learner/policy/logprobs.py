@@ -1,7 +1,7 @@
 """Log-probs of given tokens under a causal language model, computed without the logits of a whole batch."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +20,8 @@ Packed = Tensor | tuple[torch.device, Tensor]
 """A tensor that stays where it is, or its device and its copy on the host."""
 
 
-def kept_on_host() -> AbstractContextManager[None]:
-    """Keep the activations of a forward pass in pinned host memory; the backward pass fetches each as it needs it.
-
-    Of a layer that is computed again only its input is kept. Parameters stay where they are.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device)
-
-
 def _to_host(tensor: Tensor) -> Packed:
+    """Copy an activation to pinned host memory; parameters stay where they are."""
     if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -314,7 +307,9 @@ class CompletionLogprobs(nn.Module):
 
     def states(self, token_ids: Tensor, position_ids: Tensor, spans: tuple[Span, ...], images: PackedImages | None) -> Tensor:
         """Return the last states of a pack's inputs, `[num_inputs, hidden_size]`; with `sequence_group` of a share of them."""
-        with kept_on_host() if self._offloads else nullcontext():
+        # Offloaded activations are on the host until the backward pass fetches each. Of a layer that is computed again only
+        # its input is one.
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device) if self._offloads else nullcontext():
             if self.packing_obstacle is not None:
                 return self._row_states(token_ids, position_ids, whole_rows(spans, token_ids.device), images)
             placed_spans = PlacedSpans(spans, token_ids.device, self.sequence_group)

@@ -140,7 +140,8 @@ def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
 
     Use it for forward passes without a gradient. Raises ValueError for a policy without an adapter.
     """
-    layers = _adapted_layers(policy)
+    names = [name.removesuffix(_LOW) for name, _ in policy.named_parameters() if name.endswith(_LOW)]
+    layers: list[Any] = [policy.get_submodule(name) for name in names]
     if not layers:
         raise ValueError("the policy has no adapter to disable")
     for layer in layers:
@@ -150,8 +151,3 @@ def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-def _adapted_layers(policy: PreTrainedModel) -> list[Any]:
-    names = [name.removesuffix(_LOW) for name, _ in policy.named_parameters() if name.endswith(_LOW)]
-    return [policy.get_submodule(name) for name in names]

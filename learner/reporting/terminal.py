@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -88,9 +87,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
         logger.info("%s", self._end_line(exc_type))
@@ -105,7 +102,9 @@ class Progress:
     def render(self) -> Group:
         """Return the live display as of now."""
         with self._lock:
-            return Group(self._steps_bar(), self._figures(), *self._trouble_lines(), self._actor_table())
+            reasons = self._troubles.values()
+            troubles = [Text(f"! {reason}", style="yellow", overflow="ellipsis", no_wrap=True) for reason in reasons]
+            return Group(self._steps_bar(), self._figures(), *troubles, self._actor_table())
 
     def _add_row(self, row: Row) -> str | None:
         """Update the state; return the plain line that is due, if any."""
@@ -229,9 +228,6 @@ class Progress:
         figures.add_row(Text("buffer", style="dim"), Text(self._buffer_text()))
         figures.add_row(Text("learner", style="dim"), Text(self._learner_text()))
         return figures
-
-    def _trouble_lines(self) -> list[Text]:
-        return [Text(f"! {reason}", style="yellow", overflow="ellipsis", no_wrap=True) for reason in self._troubles.values()]
 
     def _actor_table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -47,7 +47,7 @@ class Attempts:
 
     def make(self, call: Callable[[], object], *, costs_a_row: bool = False) -> bool:
         """Call, and return whether it went well."""
-        watch = threading.Timer(SLOW_S, self._fail, [f"no answer for {SLOW_S:g} s; it goes on trying"])
+        watch = threading.Timer(SLOW_S, self._note, [f"no answer for {SLOW_S:g} s; it goes on trying"])
         watch.daemon = True
         watch.start()
         try:
@@ -56,24 +56,21 @@ class Attempts:
         except (Exception, SystemExit) as error:  # noqa: BLE001
             print(without_logins(traceback.format_exc()), file=sys.stderr, flush=True)
             self._num_lost += costs_a_row
-            self._fail(without_logins(" ".join(f"{type(error).__name__}: {error}".split())))
+            self._note(without_logins(" ".join(f"{type(error).__name__}: {error}".split())))
             return False
         finally:
             watch.cancel()
-        self._work_again()
+        self._note(None)
         return True
 
-    def _fail(self, problem: str) -> None:
+    def _note(self, problem: str | None) -> None:
+        """Report a change: a tracker that begins to fail with this problem, or that works again."""
         with self._lock:
-            if not self._is_failing:
-                self._report(TrackerHealth(plain(problem, MAX_DETAIL)))
-            self._is_failing = True
-
-    def _work_again(self) -> None:
-        with self._lock:
-            if self._is_failing:
-                self._report(TrackerHealth(num_lost=self._num_lost))
-            self._is_failing = False
+            was_failing, self._is_failing = self._is_failing, problem is not None
+            if was_failing != self._is_failing:
+                self._report(
+                    TrackerHealth(num_lost=self._num_lost) if problem is None else TrackerHealth(plain(problem, MAX_DETAIL))
+                )
 
 
 def track(opening: Opening, lines: Iterable[bytes], report: Callable[[TrackerHealth], None], open_tracker: OpenTracker) -> None:

@@ -87,16 +87,12 @@ class Close(RankCommand):
 AnyRankCommand = Idle | Train | Tune | Snapshot | ScoreTokens | SaveCheckpoint | LoadCheckpoint | SaveModel | Close
 
 
-def _encode_array(array: Any) -> bytes:
-    return np.asarray(array).tobytes()
-
-
 def _decode_array(annotation: Any, data: Any) -> Any:
     dtype = get_args(get_args(annotation)[1])[0]
     return np.frombuffer(data, dtype=dtype)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda array: np.asarray(array).tobytes())
 _decoder = msgspec.msgpack.Decoder(AnyRankCommand, dec_hook=_decode_array)
 
 

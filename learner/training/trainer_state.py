@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat.common.processes.files import patiently
 from offbeat.common.settings.learning_sections import LoraSection
@@ -94,7 +94,11 @@ def save_state(
     `CheckpointFailedError`, and nothing is left.
     """
     is_first = rank == 0
-    weights = [gather_weights(engine.module, is_keeper=is_first) for engine in engines]
+    # Whole, in CPU memory; empty on ranks that do not keep them.
+    weights = [
+        {name: one.to("cpu", copy=True) for name, one in gathered_parameters(engine.module.named_parameters()) if is_first}
+        for engine in engines
+    ]
 
     def write(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
@@ -163,11 +167,6 @@ def _load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, 
     _restore_random_state(state["random"])
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
     return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))
-
-
-def gather_weights(module: nn.Module, *, is_keeper: bool) -> dict[str, Tensor]:
-    """Return the module's parameters, whole, in CPU memory, by name; empty on ranks that do not keep them. A collective."""
-    return {name: weight.to("cpu", copy=True) for name, weight in gathered_parameters(module.named_parameters()) if is_keeper}
 
 
 def _collect(place: Path, far: Sequence[int], *, rank: int) -> OSError | None:

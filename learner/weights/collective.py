@@ -284,7 +284,10 @@ class CollectiveUpdates:
         if not absent:
             # Not earlier: a member that is served by another member need not have seen the go yet when the learner's
             # part of the broadcast is over. Ready for this transfer, it has seen those before.
-            self._forget_past()
+            # Forgotten, because the store would else grow with the run.
+            for past, world_size in self._past:
+                past.clear(world_size)
+            self._past.clear()
         self._past.append((rendezvous, len(recipients) + 1))
         if absent:
             # They explain the failure before.
@@ -366,12 +369,6 @@ class CollectiveUpdates:
         self._epoch += 1
         self._errors.clear()
         self._is_group_broken = False
-
-    def _forget_past(self) -> None:
-        """Keep the store from growing with the run."""
-        for rendezvous, world_size in self._past:
-            rendezvous.clear(world_size)
-        self._past.clear()
 
 
 def watched(work: Callable[[Callable[[], None]], None], quiet_s: float, what: str) -> None:
