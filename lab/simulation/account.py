@@ -140,9 +140,6 @@ class Scaling:
         num_slots: int,
         *,
         start_s: float,
-        available: int | None = None,
-        lives_s: float | None = None,
-        waits: float = 0.0,
     ) -> None:
         """
         Args:
@@ -150,20 +147,14 @@ class Scaling:
             num_actors: Actors that the run begins with.
             num_slots: Slots of each actor.
             start_s: Time from a decision until an actor has its weights.
-            available: Actors that the pool has at most; None: as many as are wanted.
-            lives_s: Time between two actors that are taken away; None: none is.
-            waits: Share of the engines' time in which all leases wait for environments or rewards.
         """
         self.wanted = num_actors
         """Number of actors that the policy wants."""
-        self.available = available if available is not None else scale.max
         self.start_s = start_s
-        self.lives_s = lives_s
         self.moves: list[Move] = []
         """All decisions, advice included."""
         self._scale = scale
         self._num_slots = num_slots
-        self._waits = waits
         self._demand = Demand()
         self._num_actors = num_actors
         self._free_s = self._slot_s = 0.0
@@ -191,7 +182,7 @@ class Scaling:
             num_actors=self._num_actors,
             num_new=0,
             spare=spare,
-            waits=self._waits,
+            waits=0.0,
             enough=math.ceil(policy.most_open / self._num_slots),
         )
         decision = self._demand.observe(use, self.wanted, self._scale)

@@ -171,8 +171,6 @@ class Simulation:
         After every event the learner grants what it can, and, if it is free, selects its next batch.
         """
         batches: list[SimulatedBatch] = []
-        if self._scaling is not None and self._scaling.lives_s is not None:
-            self._clock.schedule_after(self._scaling.lives_s, EventKind.ACTOR_ENDS)
         self._publish()
         self._grant()
         while self._policy_version < num_steps:
@@ -207,8 +205,6 @@ class Simulation:
                 case EventKind.ACTOR_JOINS:
                     self._num_starting -= 1
                     self._actors.join(self._transfer.committed_version or 0)
-                case EventKind.ACTOR_ENDS:
-                    self._end_actor()
                 case _:
                     assert_never(kind)
             self._grant()
@@ -332,20 +328,13 @@ class Simulation:
 
     def _reconcile(self, scaling: Scaling) -> None:
         """Start actors, or let the newest leave, as a launcher does."""
-        missing = min(scaling.wanted, scaling.available) - self._actors.num_staying - self._num_starting
+        missing = scaling.wanted - self._actors.num_staying - self._num_starting
         for _ in range(missing):
             self._num_starting += 1
             self._clock.schedule_after(scaling.start_s, EventKind.ACTOR_JOINS)
         # Those that start cannot be called back here.
         for _ in range(min(-missing, self._actors.num_staying - 1)):
             self._actors.leave()
-
-    def _end_actor(self) -> None:
-        """Take an actor away, which is started again at the next look."""
-        assert self._scaling is not None and self._scaling.lives_s is not None
-        if self._actors.num_staying > 1:
-            self._actors.leave()
-        self._clock.schedule_after(self._scaling.lives_s, EventKind.ACTOR_ENDS)
 
     def _publish(self) -> None:
         self._evaluations.reach(self._policy_version)

@@ -95,8 +95,6 @@ class EventKind(Enum):
     """The actors sample again after a swap."""
     ACTOR_JOINS = auto()
     """An actor that was started has its weights."""
-    ACTOR_ENDS = auto()
-    """An actor is taken away, as spot instances are."""
 
 
 # Python 3.11 takes 0.3 microseconds to look up a member of an enum, and this event comes with every group.

@@ -26,6 +26,7 @@ from offbeat.deploy.cli.main import make_app
 from offbeat.lab.simulation.account import Scaling
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
+from offbeat.learner.leases.demand import Demand, DemandDecision, Use
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 
@@ -54,25 +55,56 @@ class Regime:
     says: str = ""
     """Part of the last reason."""
     scale: dict[str, Any] = field(default_factory=dict)
-    pool: dict[str, Any] = field(default_factory=dict)
+    start_s: float = 30.0
+    """Time from a decision until an actor has its weights."""
+    lives_s: float = math.inf
+    """Time between two actors that are taken away, as spot instances are."""
+    available: int = 64
+    """Actors that the pool has at most."""
+    waits: float = 0.0
+    """Share of the engines' time in which all leases wait for environments or rewards."""
 
 
 REGIMES = {
     "few-actors": Regime(1, (12, 14), 5),
     "many-actors": Regime(64, (12, 14), 3),
     "enough-actors": Regime(13, (13, 13), 0),
-    "slow-start": Regime(2, (12, 14), 4, pool={"start_s": 300.0}),
+    "slow-start": Regime(2, (12, 14), 4, start_s=300.0),
     "long-tails": Regime(2, (11, 15), 5, sigma=1.2),
     "bound-limited": Regime(2, (8, 8), 2, staleness=1, group_s=60.0, says="widen staleness.max_staleness"),
     "synchronous": Regime(2, (2, 2), 0, staleness=0, says="widen staleness.max_staleness"),
-    "tool-bound": Regime(2, (2, 2), 0, says="raise actor.max_inflight_groups", pool={"waits": 0.8}),
-    "actors-that-end": Regime(2, (12, 15), 4, pool={"lives_s": 150.0}),
-    "pool-too-small": Regime(2, (8, 8), 2, pool={"available": 6}, says="of 8 wanted actors 6.0 are there"),
+    "tool-bound": Regime(2, (2, 2), 0, says="raise actor.max_inflight_groups", waits=0.8),
+    "actors-that-end": Regime(2, (12, 15), 4, lives_s=150.0),
+    "pool-too-small": Regime(2, (8, 8), 2, available=6, says="of 8 wanted actors 6.0 are there"),
     "slower-later": Regime(2, (18, 21), 4, group_s=20.0, later_s=50.0),
     "faster-later": Regime(2, (8, 10), 6, group_s=50.0, later_s=20.0),
     "shared-cores": Regime(1, (1, 4), 4, cores=2, says="made no step faster"),
     "small-maximum": Regime(1, (6, 6), 3, scale={"max": 6}, says="scale.max = 6 is reached"),
 }
+
+
+class WaitingDemand(Demand):
+    """Is told of engines that wait."""
+
+    waits = 0.0
+
+    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> DemandDecision | None:
+        return super().observe(use._replace(waits=self.waits), wanted, scale)
+
+
+class PoolSimulation(Simulation):
+    """Takes actors away from time to time, and has no more than it has."""
+
+    regime: Regime
+    ended_at = 0.0
+
+    def _reconcile(self, scaling: Scaling) -> None:
+        if self._clock.seconds >= self.ended_at + self.regime.lives_s and self._actors.num_staying > 1:
+            self.ended_at += self.regime.lives_s
+            self._actors.leave()
+        wanted, scaling.wanted = scaling.wanted, min(scaling.wanted, self.regime.available)
+        super()._reconcile(scaling)
+        scaling.wanted = wanted
 
 
 class ChangingScaling(Scaling):
@@ -93,9 +125,10 @@ def run(regime: Regime, seed: int = 0) -> tuple[list[SimulatedBatch], ChangingSc
     drawn = np.random.default_rng(seed).lognormal(-(regime.sigma**2) / 2, regime.sigma, (NUM_DRAWN, 1))
     timings = Timings(regime.group_s * drawn, np.array([10.0]), np.array([0.5]))
     scale = ScaleSection(**{"auto": True, "max": 64, **regime.scale})
-    pool = {"start_s": 30.0, **regime.pool}
-    scaling = ChangingScaling(scale, regime.begins_with, SLOTS, **pool)
-    simulation = Simulation(
+    scaling = ChangingScaling(scale, regime.begins_with, SLOTS, start_s=regime.start_s)
+    scaling._demand = WaitingDemand()
+    scaling._demand.waits = regime.waits
+    simulation = PoolSimulation(
         policy,
         Evaluations(interval=0, num_prompts=1),
         timings,
@@ -105,6 +138,7 @@ def run(regime: Regime, seed: int = 0) -> tuple[list[SimulatedBatch], ChangingSc
         seed=seed,
         scaling=scaling,
     )
+    simulation.regime = regime
     scaling.group_s = simulation._actors._group_s
     scaling.factor = (regime.later_s or regime.group_s) / regime.group_s
     return simulation.run(STEPS), scaling
