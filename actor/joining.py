@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,16 +121,15 @@ class RunOverError(ServiceError):
 class JoinReceiver:
     """One conversation with the hub, which ends with the join settings."""
 
-    def __init__(self, link: Link, address: str, *, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, link: Link, address: str, *, patience_s: float) -> None:
         """Give up after `patience_s` in which the learner sent nothing of use; 0: wait forever."""
         self._link = link
         self._address = address
         self._patience_s = patience_s
-        self._clock = clock
         self._parts: list[bytes] = []
         self._num_parts: int | None = None
         self._digest = ""
-        self._moved_at = clock()
+        self._moved_at = time.monotonic()
         self._asked_at = float("-inf")
         self._is_asked = False
         """True while a request is on its way, as far as is known."""
@@ -141,12 +140,12 @@ class JoinReceiver:
         Consumes: parts. Waits for: the next one, looking every `LOOK_S`. Unblocked by: it, or `patience_s`. Raises
         `RefusedError` where the learner has no join settings for this actor or does not answer, `RunOverError` after the run.
         """
-        log_at = self._clock() + FIRST_LOG_WAITING_S
+        log_at = time.monotonic() + FIRST_LOG_WAITING_S
         while len(self._parts) != self._num_parts:
             self._link.follow()
             self._ask()
             self._read()
-            now = self._clock()
+            now = time.monotonic()
             if self._patience_s and now - self._moved_at > self._patience_s:
                 raise RefusedError(f"{self._silence(now)} (actor.connect_timeout_s)")
             if now >= log_at:
@@ -161,7 +160,7 @@ class JoinReceiver:
             raise RefusedError(f"the learner at {self._address}: what it sent is no run: {error}") from error
 
     def _ask(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._is_asked and now - self._asked_at < ASK_AGAIN_S:
             return
         if not self._link.send(RunRequest(index=len(self._parts))):
@@ -199,7 +198,7 @@ class JoinReceiver:
         # A request that was repeated has two answers.
         if part.index == len(self._parts) and len(content) <= PART_BYTES:
             self._parts.append(bytes(content))
-            self._moved_at = self._clock()
+            self._moved_at = time.monotonic()
 
     def _silence(self, now: float) -> str:
         """Return who did not answer, for how long, and the likely reason."""

@@ -3,7 +3,7 @@
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offbeat.actor.environments.messages import FROM_WORKER, Begin, FromWorker, Ready, ToWorker
@@ -54,7 +54,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
 class WorkerProcess:
     """One process and its episodes."""
 
-    def __init__(self, begin: Begin, starts: WorkerStarts, now: float) -> None:
+    def __init__(self, begin: Begin, starts: WorkerStarts) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = starts.start(theirs)
@@ -63,7 +63,7 @@ class WorkerProcess:
         self.episodes: set[str] = set()
         """Episodes that have begun here and have not ended."""
         self.is_ready = False
-        self.started_at = now
+        self.started_at = time.monotonic()
 
     def send(self, message: ToWorker) -> None:
         """Queue a message. Raise `ChildError`."""
@@ -83,21 +83,18 @@ class WorkerProcess:
 class Workers:
     """`environment.workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
 
-    def __init__(
-        self, begin: Begin, num_workers: int, starts: WorkerStarts, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, begin: Begin, num_workers: int, starts: WorkerStarts) -> None:
         """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play.
 
         `starts` is closed with the workers.
         """
         self._begin = begin
         self._starts = starts
-        self._clock = clock
         self.num_restarts = 0
         """Processes that were replaced."""
         self._num_deaths = 0
         """Deaths since the last episode that ended."""
-        self._workers = [WorkerProcess(begin, starts, clock()) for _ in range(num_workers)]
+        self._workers = [WorkerProcess(begin, starts) for _ in range(num_workers)]
         self._await_ready()
 
     def play(self, episode: str, message: ToWorker) -> None:
@@ -136,7 +133,7 @@ class Workers:
         for index, worker in enumerate(self._workers):
             try:
                 messages = worker.exchange()
-                if not worker.is_ready and self._clock() > worker.started_at + START_S:
+                if not worker.is_ready and time.monotonic() > worker.started_at + START_S:
                     raise ChildError(f"it was not ready after {START_S:g} s")
             except ChildError as error:
                 yield from self._replace(index, str(error))
@@ -171,7 +168,7 @@ class Workers:
                 f"{self._num_deaths} environment workers have died one after the other ({reason}): repair task.environment; "
                 "its output is above"
             )
-        self._workers[index] = WorkerProcess(self._begin, self._starts, self._clock())
+        self._workers[index] = WorkerProcess(self._begin, self._starts)
         return sorted(worker.episodes)
 
     def _note_ready(self, worker: WorkerProcess, ready: Ready) -> None:
@@ -180,14 +177,14 @@ class Workers:
         worker.is_ready = True
 
     def _await_ready(self) -> None:
-        deadline = self._clock() + START_S
+        deadline = time.monotonic() + START_S
         try:
             while not all(worker.is_ready for worker in self._workers):
                 for worker in self._workers:
                     for message in worker.exchange():
                         assert isinstance(message, Ready)
                         self._note_ready(worker, message)
-                if self._clock() > deadline:
+                if time.monotonic() > deadline:
                     raise ServiceError(f"the environment of task.environment was not ready after {START_S:g} s")
                 time.sleep(LOOK_S)
         except (ChildError, ServiceError) as error:

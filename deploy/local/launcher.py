@@ -144,11 +144,11 @@ class Service:
             if log is not None:
                 bound_log(log, max_bytes)
 
-    def last_words(self, num_lines: int = 15) -> str:
+    def last_words(self) -> str:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
             if process.status() and log is not None:
-                lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+                lines = log.read_text(errors="replace").splitlines()[-15:]
                 return "\n".join([f"The end of {log}:", *lines])
         return "Its output is above."
 

@@ -92,9 +92,9 @@ def planned_steps(row: StudyRow) -> int:
     return next(int(one.partition("=")[2]) for one in row.settings if one.startswith("train.num_steps="))
 
 
-def steps_to(row: StudyRow, target: float = TARGET) -> int | None:
-    """Return the step of the first evaluation at the target or above; None where none was."""
-    return next((point.step for point in row.points if point.held_out >= target), None)
+def steps_to(row: StudyRow) -> int | None:
+    """Return the step of the first evaluation at `TARGET` or above; None where none was."""
+    return next((point.step for point in row.points if point.held_out >= TARGET), None)
 
 
 def has_collapsed(row: StudyRow) -> bool:

@@ -347,11 +347,11 @@ def round_up(value: float) -> float:
     return round(math.ceil(value * 10**digits * (1 - 1e-12)) / 10**digits, digits)
 
 
-def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[NoiseSummary]:
-    """Summarize the noise of all completions, by length (in at most `num_bins` equal bins), and by sign of advantage."""
+def describe(differences: Differences, floor: NoiseFloor) -> list[NoiseSummary]:
+    """Summarize the noise of all completions, by length (in at most four equal bins), and by sign of advantage."""
     summaries = [_describe("all", differences, floor)]
     lengths = differences.lengths
-    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, num_bins + 1)).round().astype(np.int64))
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, 5)).round().astype(np.int64))
     if len(edges) > 2:
         bins = np.searchsorted(edges[1:-1], lengths, side="left")
         for index in range(len(edges) - 1):

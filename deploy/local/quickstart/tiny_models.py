@@ -45,16 +45,13 @@ def make_tiny_model(
     _save_random_model(folder, tokenizer, architecture=architecture, tie_embeddings=tie_embeddings, max_length=512, seed=seed)
 
 
-def make_tiny_bpe_model(
-    folder: Path, texts: Iterable[str], *, vocab_size: int = 1024, max_length: int = 2048, seed: int = 0
-) -> None:
+def make_tiny_bpe_model(folder: Path, texts: Iterable[str], *, vocab_size: int = 1024, seed: int = 0) -> None:
     """Write a random float32 Qwen3 with a chat template and a byte-level BPE tokenizer trained on `texts`.
 
-    Any text can be encoded. `vocab_size` (at least 259) bounds the number of tokens; `max_length` is in tokens.
+    Any text can be encoded. `vocab_size` (at least 259) bounds the number of tokens.
     """
-    _save_random_model(
-        folder, _bpe_tokenizer(texts, vocab_size), architecture="qwen3", tie_embeddings=True, max_length=max_length, seed=seed
-    )
+    tokenizer = _bpe_tokenizer(texts, vocab_size)
+    _save_random_model(folder, tokenizer, architecture="qwen3", tie_embeddings=True, max_length=2048, seed=seed)
 
 
 def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, seed: int = 0) -> None:
