@@ -1,4 +1,4 @@
-"""Values as text: durations and lists for people, and settings as TOML, with secrets masked.
+"""Values as text: durations and lists for people, lists from people, and settings as TOML, with secrets masked.
 
 A secret, such as `actor.engine_options.hf_token`, is known by its name. Only the file that hands the settings to a service has
 the secrets, and only its owner can read that file.
@@ -28,6 +28,23 @@ def duration(seconds: float) -> str:
 def listed(parts: Sequence[str]) -> str:
     """Return `a`, `a and b` or `a, b and c`."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def split_values(listed: str) -> list[str]:
+    """Return the values between commas, but not in brackets or quotes: `[0.9,0.95],[0.8,0.9]` and `a(1,2),b` are two each."""
+    parts, depth, quote = [""], 0, ""
+    for character in listed:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{(") - (character in "]})")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 MASK = "********"

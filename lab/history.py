@@ -159,11 +159,6 @@ class RunHistory:
         return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
 
     @property
-    def newest_evaluation(self) -> rows.EvalRow | None:
-        """The evaluation of the newest version; None before the first."""
-        return self.evaluations[max(self.evaluations)] if self.evaluations else None
-
-    @property
     def held_out_rewards(self) -> dict[int, float]:
         """Mean reward of each evaluation that has one, by rising policy version."""
         return {version: row.reward for version, row in sorted(self.evaluations.items()) if row.reward is not None}

@@ -72,8 +72,10 @@ def check_inputs(config: Config) -> Iterator[Finding]:
                 load_prompts, source, split, config.data, tokenizer, environment=environment_of(config), setting=setting
             )
             loaded = load()
-            if setting == "data.train_data" and is_function(source):
-                yield from _check_repeated(loaded, load())
+            is_called = setting == "data.train_data" and is_function(source)
+            if is_called and [one.row for one in loaded.prompts] != [one.row for one in load().prompts]:
+                text = "data.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give"
+                yield Finding("warning", f"{text} its random numbers a fixed seed, and sort what has no order.")
         except SettingError as error:
             yield Finding("mistake", str(error))
             continue
@@ -173,12 +175,6 @@ def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
     if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_TYPES):
         raise ValueError(f"{config.model_type} is not a language model that transformers knows")
     return AutoTokenizer.from_pretrained(folder), config.get_text_config().vocab_size
-
-
-def _check_repeated(loaded: LoadedPrompts, again: LoadedPrompts) -> Iterator[Finding]:
-    if [prompt.row for prompt in loaded.prompts] != [prompt.row for prompt in again.prompts]:
-        text = "data.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give its random"
-        yield Finding("warning", f"{text} numbers a fixed seed, and sort what has no order.")
 
 
 def _describe(setting: str, loaded: LoadedPrompts, tokenizer: Any) -> Iterator[Finding]:

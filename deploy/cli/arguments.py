@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import split_values
 from offbeat.common.records.logs import configure_logs
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.settings.checks import check
@@ -114,8 +114,8 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
 
 
 def split_list(text: str) -> list[str]:
-    """Return the parts of `a, b(1, 2)` without blanks, split at commas outside parentheses; an empty text has none."""
-    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+    """Return the parts of `a, b(1, 2)`, as `split_values`, but for those that are empty."""
+    return [part for part in split_values(text) if part]
 
 
 def split_numbers(option: str, text: str, *, at_least: int) -> list[int]:

@@ -72,8 +72,9 @@ def read_report(run_folder: Path) -> page.Page:
 
 def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> page.Page:
     report = drift.drift_report(history)
+    newest_evaluation = history.evaluations[max(history.evaluations)] if history.evaluations else None
     sections = (
-        health_section(history.events, history.first_time, history.newest_evaluation),
+        health_section(history.events, history.first_time, newest_evaluation),
         _learning(history, config),
         *evaluation_sections(history),
         _staleness(history, config),

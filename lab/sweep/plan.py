@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import split_values
 from offbeat.common.processes.files import replace
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.loading import full_name
@@ -97,23 +98,6 @@ def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Pl
     if twice := next((name for name, count in names.items() if count > 1), None):
         raise SettingError("--set", list(settings), f"two of its runs are {twice}", "Give each value once.")
     return plan
-
-
-def split_values(listed: str) -> list[str]:
-    """Return the values between commas, but not in brackets or quotes: `[0.9,0.95],[0.8,0.9]` and `a(1,2),b` are two each."""
-    parts, depth, quote = [""], 0, ""
-    for character in listed:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        else:
-            depth += (character in "[{(") - (character in "]})")
-        if character == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
 
 
 def read_plan(folder: Path) -> Plan:

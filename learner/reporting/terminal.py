@@ -163,11 +163,6 @@ class Progress:
         trained = tokens / seconds if seconds else 0.0
         return f"{generated:,.0f} tok/s generated, {trained:,.0f} trained"
 
-    def _buffer_text(self) -> str:
-        row = self._steps[-1] if self._steps else None
-        ready, in_flight = (number(row and row.number(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
-        return f"{ready} groups ready, {in_flight} in flight"
-
     def _learner_text(self) -> str:
         """Return the shares of the learner's time in the recent steps, and how long ago the last step was if that is long."""
         if not self._steps:
@@ -225,7 +220,9 @@ class Progress:
         figures.add_row(Text("reward", style="dim"), reward)
         figures.add_row(Text("drift", style="dim"), Text(self._drift_text()))
         figures.add_row(Text("tokens", style="dim"), Text(self._rates_text()))
-        figures.add_row(Text("buffer", style="dim"), Text(self._buffer_text()))
+        row = self._steps[-1] if self._steps else None
+        ready, in_flight = (number(row and row.number(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
+        figures.add_row(Text("buffer", style="dim"), Text(f"{ready} groups ready, {in_flight} in flight"))
         figures.add_row(Text("learner", style="dim"), Text(self._learner_text()))
         return figures
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import split_values
 from offbeat.common.records.run_folder import check_run_folder
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.experiments.trials import check_trials, make_trials, prepare
-from offbeat.lab.sweep.plan import find_baselines, make_plan, read_baseline, read_plan, split_values
+from offbeat.lab.sweep.plan import find_baselines, make_plan, read_baseline, read_plan
 from tests.deploy.experiments.sweeps import Sweep
 
 pytestmark = pytest.mark.slow
