@@ -15,7 +15,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -196,7 +196,7 @@ class Launcher:
             is_refused = status == USER_ERROR_STATUS and self._num_row_bytes() == num_bytes_before
             # Before the first step the actors of a stopped run have nothing to hand over.
             if status == 0 and not (self._stop and not has_steps(self._folder)):
-                self._await_actors()
+                self._await_end(self._services()[1:], LEAVE_S)
         finally:
             for service in self._services():
                 service.kill()
@@ -286,19 +286,14 @@ class Launcher:
             self._keep_running(self._actors[index], lambda: self._start_actor(index))
         except LaunchError as error:
             if index < self._num_first:
-                self._let_learner_stop()
+                # Otherwise it is killed without its last checkpoint and its final row.
+                self._learner.ask_to_stop()
+                self._await_end([self._learner], STOP_S)
                 raise
             logger.error("%s The run continues without it until scale.actors changes", error)
             del self._actors[index]
             wanted, num_lost = self._given_up
             self._given_up = (wanted, num_lost + 1)
-
-    def _let_learner_stop(self) -> None:
-        """Ask the learner to stop, and wait for its last checkpoint and its final row: otherwise it is killed without them."""
-        self._learner.ask_to_stop()
-        deadline = time.monotonic() + STOP_S
-        while self._learner.status is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
 
     def _follow(self, report: StatusReport) -> None:
         """Start more actors, or ask the newest to leave, as the learner's report wants."""
@@ -373,10 +368,10 @@ class Launcher:
             if begins_again or (actor.restart_at is None and actor.status == 0):
                 self._start_actor(index)
 
-    def _await_actors(self) -> None:
-        """Wait up to `LEAVE_S` for the actors, which the learner has told to leave."""
-        deadline = time.monotonic() + LEAVE_S
-        while time.monotonic() < deadline and any(actor.status is None for actor in self._services()[1:]):
+    def _await_end(self, services: Sequence[Service], longest_s: float) -> None:
+        """Wait for the end of services that were asked to stop, or told to leave."""
+        deadline = time.monotonic() + longest_s
+        while time.monotonic() < deadline and any(service.status is None for service in services):
             time.sleep(LOOK_S)
 
 
