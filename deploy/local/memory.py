@@ -260,12 +260,14 @@ def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
 def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch.
 
-    torch makes pinned blocks, one for each layer's inputs, as large as a power of two.
+    These are the inputs of each layer and of the last norm, which keeps two copies in float32 as well. torch makes a pinned
+    block for each, as large as a power of two.
     """
     if config.train.activation_checkpointing != "offload":
         return 0.0
-    layer = math.ceil(_pass_tokens(config) * sizes.hidden_size * _BYTES[config.model.dtype])
-    return sizes.num_layers * float(1 << (layer - 1).bit_length())
+    numbers = math.ceil(_pass_tokens(config) * sizes.hidden_size)
+    own, single = (1 << (numbers * size - 1).bit_length() for size in (_BYTES[config.model.dtype], _BYTES["float32"]))
+    return float((sizes.num_layers + 1) * own + 2 * single)
 
 
 def _pass_tokens(config: Config) -> float:

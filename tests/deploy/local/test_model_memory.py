@@ -1,5 +1,7 @@
 """The learner's module at the shapes of an 8B model, on tensors without data, against the device plan."""
 
+from typing import Literal
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -7,8 +9,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TrainSection
 from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
-from offbeat.deploy.local.memory import learner_need, sizes_of
-from offbeat.learner.policy import packed_attention
+from offbeat.common.weights.flat import tensor_dtype
+from offbeat.deploy.local.memory import learner_need, offloaded_bytes, sizes_of
+from offbeat.learner.policy import logprobs, packed_attention
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
 from tests.deploy.local.machines import QWEN3_8B
@@ -18,7 +21,7 @@ META = torch.device("meta")
 NUM_TOKENS = 8192
 
 
-def make_module(num_layers: int, *, checkpointing: bool) -> CompletionLogprobs:
+def make_module(num_layers: int, *, checkpointing: bool, offloads: bool = False) -> CompletionLogprobs:
     """Return the module as `load_policy` makes it, whose gradients are taken away at once, as ZeRO does."""
     config = Qwen3Config.from_dict({**QWEN3_8B, "num_hidden_layers": num_layers})
     with META:
@@ -31,7 +34,7 @@ def make_module(num_layers: int, *, checkpointing: bool) -> CompletionLogprobs:
     def take_away(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    module = CompletionLogprobs(policy)
+    module = CompletionLogprobs(policy, offloads=offloads)
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(take_away)
     return module
@@ -42,9 +45,9 @@ def most_bytes(module: CompletionLogprobs) -> int:
     completion = [1] * ((NUM_TOKENS - 256) // 8)
     packed = pack([([1] * 256, [completion] * 8)]).to(META)
     with LiveBytes("meta") as live:
-        logprobs, entropies, _ = module(*packed.inputs, 1.0)
+        scores, entropies, _ = module(*packed.inputs, 1.0)
         assert entropies is not None
-        (logprobs.sum() + entropies.sum()).backward()
+        (scores.sum() + entropies.sum()).backward()
         assert live.now < live.most / 1000, "nothing is kept when the micro-batch is over"
         return live.most
 
@@ -64,6 +67,28 @@ def test_activations_in_the_device_plan_hold_those_of_an_8b_model(
     planned = next(part.num_bytes for part in need.parts if part.name in ("activations", "optimizer step"))
     # The rest is for fragments: a second layer for the backward pass, and under ZeRO-3 the whole head beside other weights.
     assert least <= measured / planned <= most
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_offloaded_activations_in_the_device_plan_are_the_pinned_blocks_of_a_pass(
+    dtype: Literal["bfloat16", "float32"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention.PlacedSpans, "is_in_line", lambda spans, dtype: True)
+    blocks: list[int] = []
+
+    def to_host(tensor: torch.Tensor) -> logprobs.Packed:
+        if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+            blocks.append(1 << (tensor.nbytes - 1).bit_length())
+        return tensor
+
+    monkeypatch.setattr(logprobs, "_to_host", to_host)
+    module = make_module(3, checkpointing=True, offloads=True).to(tensor_dtype(dtype))
+    module(*pack([([1] * 256, [[1] * 3000])]).to(META).inputs, 1.0)
+    train = TrainSection(micro_batch_tokens=3255, activation_checkpointing="offload")
+    config = Config(model=ModelSection(path="m", max_length=16, dtype=dtype), train=train)
+    planned = offloaded_bytes(config, sizes_of({**QWEN3_8B, "num_hidden_layers": 3}))
+    # Two numbers for each token are not in the sum.
+    assert planned <= sum(blocks) <= 1.01 * planned
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
