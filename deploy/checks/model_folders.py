@@ -1,7 +1,10 @@
 """Checks of the model folders: complete files of a model that can be trained as the settings ask."""
 
+import ast
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +54,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_engine_model(config: Config) -> Iterator[Finding]:
-    """Find a model whose heads none of vLLM's kernels for GPUs takes."""
+    """Find a model that vLLM has no class for, or whose heads none of its kernels for GPUs takes."""
     if not config.model.path or not uses_vllm(config):
         return
     try:
@@ -59,7 +62,38 @@ def check_engine_model(config: Config) -> Iterator[Finding]:
     except (msgspec.DecodeError, UnicodeDecodeError):
         # Found by the check of the folder.
         return
+    yield from _check_architecture(config, fields)
     yield from _check_head_size(config, fields)
+
+
+def known_architectures() -> set[str]:
+    """Return the architectures that the installed vLLM has classes for.
+
+    They are read from its source, because its import takes seconds.
+    """
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "model_executor/models/registry.py").read_text(encoding="utf-8"))
+    tables = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    parts = [tables[ast.unparse(part)] for part in tables["_VLLM_MODELS"].values]
+    return {key.value for part in parts for key in part.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def _check_architecture(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    """Find a model that vLLM would leave to transformers' class or refuse, unless the user has chosen transformers' class."""
+    names = [str(name) for name in fields.get("architectures") or ()]
+    own_plugins = [one for one in entry_points(group="vllm.general_plugins") if not one.value.startswith("vllm.")]
+    # vLLM finds a missing name by the model's type. A plugin may register others.
+    if not names or own_plugins or "model_impl" in config.actor.engine_options or not known_architectures().isdisjoint(names):
+        return
+    verb = "is" if config.actor.engine == "vllm" else "chooses"
+    problem = f"it {verb} vLLM, whose version here has no class for {', '.join(names)}"
+    cure = 'Set actor.engine="transformers", or actor.engine_options.model_impl="transformers" to try its class under vLLM.'
+    yield mistake("actor.engine", config.actor.engine, problem, cure)
 
 
 def check_reference(config: Config) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.checks.model_folders import SMALLEST_FLOAT32_HEAD, check_engine_model
+from offbeat.deploy.checks import model_folders
+from offbeat.deploy.checks.model_folders import SMALLEST_FLOAT32_HEAD, check_engine_model, known_architectures
 from offbeat.deploy.local import devices
 from offbeat.deploy.local.devices import Device
 from tests.deploy.local.machines import TINY
+from tests.families import FAMILIES
 
 
 def config_for(folder: Path, *overrides: str, **fields: Any) -> Config:
@@ -46,9 +49,47 @@ def test_heads_that_vllm_cannot_attend_with_in_float32_are_refused_on_a_gpu(
     assert not list(check_engine_model(config_for(tmp_path, **fields | {"text_config": None} | latent)))
 
 
+@pytest.mark.parametrize(("engine", "said"), [("auto", "it chooses vLLM"), ("vllm", "it is vLLM")])
+def test_architecture_that_vllm_has_no_class_for_is_refused(engine: str, said: str, tmp_path: Path) -> None:
+    unknown = {"architectures": ["MoshiForCausalLM"]}
+    (found,) = check_engine_model(config_for(tmp_path, f"actor.engine={engine}", **unknown))
+    assert (found.kind, found.text) == (
+        "mistake",
+        f'actor.engine = "{engine}": {said}, whose version here has no class for MoshiForCausalLM. Set '
+        'actor.engine="transformers", or actor.engine_options.model_impl="transformers" to try its class under vLLM.',
+    )
+    for cure in ('actor.engine="transformers"', 'actor.engine_options.model_impl="transformers"'):
+        assert not list(check_engine_model(config_for(tmp_path, cure, **unknown)))
+    for known in (["MoshiForCausalLM", "Qwen3ForCausalLM"], [], None):
+        assert not list(check_engine_model(config_for(tmp_path, f"actor.engine={engine}", architectures=known)))
+
+
+def test_plugin_of_vllm_may_have_a_class_for_any_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = EntryPoint("mine", "my_models:register", "vllm.general_plugins")
+    monkeypatch.setattr(model_folders, "entry_points", lambda group: EntryPoints([plugin]) if group == plugin.group else ())
+    assert not list(check_engine_model(config_for(tmp_path, architectures=["MoshiForCausalLM"])))
+
+
+@pytest.mark.slow
+def test_vllm_has_a_class_for_every_family_of_the_docs_table() -> None:
+    import transformers
+
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    types = [getattr(transformers, family.config_class).model_type for family in FAMILIES.values()]
+    types += ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "cohere"]
+    assert known_architectures().issuperset(mapping[one] for one in types)
+
+
 def test_small_heads_are_nothing_to_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "list_devices", list)
     assert not list(check_engine_model(config_for(tmp_path, head_dim=8)))
+
+
+@pytest.mark.slow
+def test_architectures_are_those_of_vllms_registry() -> None:
+    from vllm import ModelRegistry
+
+    assert known_architectures() == set(ModelRegistry.get_supported_archs())
 
 
 @pytest.mark.slow
