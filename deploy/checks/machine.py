@@ -21,7 +21,8 @@ from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.settings.library_options import check_groups
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices import find_gpus
-from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need, model_sizes
+from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need
+from offbeat.deploy.local.model_sizes import model_sizes
 from offbeat.deploy.local.plan import check_indices, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of

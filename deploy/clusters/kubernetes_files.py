@@ -25,7 +25,8 @@ from offbeat.common.settings.hub_keys import LEARNER
 from offbeat.deploy.clusters import container, kubernetes_pods
 from offbeat.deploy.clusters.services import FLEET
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
-from offbeat.deploy.local.memory import GIB, engine_need, learner_need, model_sizes
+from offbeat.deploy.local.memory import GIB, engine_need, learner_need
+from offbeat.deploy.local.model_sizes import model_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Memory that a run's processes take on a GPU, computed from the settings and from the model's sizes in its config.json.
 
 Weights, optimizer, gradients and buffers are arithmetic, which tests hold to what DeepSpeed allocates on two ranks. Activations
-follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
+follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model, and for
+eager attention, linear attention and state spaces at those of tiny models. What CUDA
 and the kernels take is an estimate. No run on a GPU has checked these sums yet.
 
 A device plan whose sums exceed a GPU is refused, with the arithmetic and the settings that would make them fit. So is a run
@@ -9,70 +10,15 @@ without GPUs that exceeds the machine's memory; its sums were compared with real
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from msgspec import json
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import find_config
 from offbeat.common.settings.config import Config, has_own_critic, max_episode_tokens
 from offbeat.deploy.local.devices import Gpu
-
-
-class ModelSizes(NamedTuple):
-    """The numbers of a model that its memory depends on."""
-
-    num_parameters: int
-    num_layers: int
-    hidden_size: int
-    query_size: int
-    """Numbers of a token's queries in one layer."""
-    key_value_size: int
-    """Numbers of a token's keys in one layer; its values have as many."""
-    mlp_size: int
-    """Inner numbers of a token in one layer's MLP; for a mixture of experts, those of the experts that a token is sent to."""
-    vocab_size: int
-
-
-def model_sizes(path: str, *, asks_hub: bool = True) -> ModelSizes | None:
-    """Return the sizes of the model that `model.path` names; None if its config is unavailable or has other fields."""
-    content = find_config(path, asks_hub=asks_hub)
-    if content is None:
-        return None
-    try:
-        return sizes_of(json.decode(content, type=dict[str, Any]))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # A damaged config is refused by the check of the model's folder.
-        return None
-
-
-def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
-    """Return the sizes of a model of Llama's structure, from config.json; raise `KeyError` where a field is missing."""
-    fields = fields.get("text_config") or fields
-    hidden, layers, vocab = fields["hidden_size"], fields["num_hidden_layers"], fields["vocab_size"]
-    heads = fields["num_attention_heads"]
-    head_size = fields.get("head_dim") or hidden // heads
-    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
-    num_experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts") or 0
-    inner = fields.get("moe_intermediate_size") or fields["intermediate_size"] if num_experts else fields["intermediate_size"]
-    mlp = 3 * hidden * inner * (num_experts or 1) + hidden * num_experts
-    # Qwen3 normalizes queries and keys too.
-    norms = 2 * hidden + (2 * head_size if str(fields.get("model_type", "")).startswith("qwen3") else 0)
-    layer = hidden * (2 * query + 2 * key_value) + mlp + norms
-    # Where the field is missing the head is counted: rather too much memory than too little.
-    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
-    return ModelSizes(
-        num_parameters=num_embeddings * vocab * hidden + layers * layer + hidden,
-        num_layers=layers,
-        hidden_size=hidden,
-        query_size=query,
-        key_value_size=key_value,
-        mlp_size=inner * (fields.get("num_experts_per_tok") or 1 if num_experts else 1),
-        vocab_size=vocab,
-    )
-
+from offbeat.deploy.local.model_sizes import ModelSizes
 
 GIB = float(1 << 30)
 LEARNER_LIBRARIES = 1.0 * GIB
@@ -219,8 +165,9 @@ def cpu_actor_need(config: Config, sizes: ModelSizes) -> Need:
 def completion_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return the KV cache of one completion of full length on each GPU of an actor."""
     is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
-    per_token = 2 * sizes.num_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
-    return config.model.max_length * per_token / tensor_parallel_size(config)
+    per_token = 2 * sizes.num_attention_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
+    states = sizes.scan.num_layers * sizes.scan.state_size * 4 if sizes.scan else 0
+    return (config.model.max_length * per_token + states) / tensor_parallel_size(config)
 
 
 def _engine_weights(config: Config, sizes: ModelSizes) -> float:
@@ -251,10 +198,13 @@ def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
     kept: float = layer * (layers + 1)
     if config.train.activation_checkpointing:
         kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
+    mixing = sizes.mixing_bytes(
+        config.model.max_length, _BYTES[config.model.dtype], is_checkpointed=bool(config.train.activation_checkpointing)
+    )
     # The head's gradient, and under ZeRO-3 the whole head.
     head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
     critic = 4 * tokens * hidden if config.advantage.baseline == "critic" else 0
-    return tokens * kept * scale + head + critic
+    return tokens * (kept * scale + mixing) + head + critic
 
 
 def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:

@@ -18,6 +18,7 @@ from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIA
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local import memory
 from offbeat.deploy.local.devices import VISIBLE, Gpu, Inventory, find_gpus
+from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
 RESERVE = 0.05
 """Part of a shared GPU that is promised to nobody, because the sums are estimates."""
@@ -67,7 +68,7 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     if not inventory.gpus or not config.model.path:
         check_indices(config, len(inventory.gpus))
         return None, inventory
-    return make_plan(config, inventory.gpus, memory.model_sizes(config.model.path), has_vllm=uses_vllm(config)), inventory
+    return make_plan(config, inventory.gpus, model_sizes(config.model.path), has_vllm=uses_vllm(config)), inventory
 
 
 def uses_vllm(config: Config) -> bool:
@@ -75,7 +76,7 @@ def uses_vllm(config: Config) -> bool:
     return config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
 
 
-def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: memory.ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
+def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
     """Return the plan of these settings on these GPUs, of which there is at least one.
 
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
@@ -205,7 +206,7 @@ def _check_instances(config: Config, gpus: tuple[Gpu, ...]) -> None:
             raise SettingError(setting, size, "the GPUs are instances (MIG), which cannot work together", f"Set {setting}=1.")
 
 
-def _describe(config: Config, plan: DevicePlan, need: memory.Need | None, sizes: memory.ModelSizes | None) -> list[str]:
+def _describe(config: Config, plan: DevicePlan, need: memory.Need | None, sizes: ModelSizes | None) -> list[str]:
     """Return the plan in words."""
     lines = []
     for index, gpu in enumerate(plan.gpus):

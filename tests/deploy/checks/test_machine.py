@@ -24,7 +24,8 @@ from offbeat.deploy.checks.machine import (
 )
 from offbeat.deploy.local import devices
 from offbeat.deploy.local.devices import Device
-from offbeat.deploy.local.memory import cpu_actor_need, cpu_learner_need, engine_need, learner_need, sizes_of
+from offbeat.deploy.local.memory import cpu_actor_need, cpu_learner_need, engine_need, learner_need
+from offbeat.deploy.local.model_sizes import sizes_of
 from tests.deploy.local.machines import QWEN3_600M
 
 # The model is a folder, so that no hub is asked.

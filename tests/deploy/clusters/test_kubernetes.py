@@ -26,7 +26,7 @@ from offbeat.deploy.cli.cluster import POOLS
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions
-from offbeat.deploy.local.memory import sizes_of
+from offbeat.deploy.local.model_sizes import sizes_of
 from tests.deploy.local.machines import QWEN3_600M
 
 SETTINGS = """\

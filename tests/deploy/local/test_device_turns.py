@@ -13,7 +13,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local import launcher
 from offbeat.deploy.local.launcher import Launcher
-from offbeat.deploy.local.memory import sizes_of
+from offbeat.deploy.local.model_sizes import sizes_of
 from offbeat.deploy.local.plan import DevicePlan, DeviceTurns, make_plan
 from offbeat.deploy.local.starts import FreshStarts
 from offbeat.learner.policy import process_group

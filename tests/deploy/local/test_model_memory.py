@@ -10,7 +10,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TrainSection
 from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
 from offbeat.common.weights.flat import tensor_dtype
-from offbeat.deploy.local.memory import learner_need, offloaded_bytes, sizes_of
+from offbeat.deploy.local.memory import learner_need, offloaded_bytes
+from offbeat.deploy.local.model_sizes import sizes_of
 from offbeat.learner.policy import logprobs, packed_attention
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack

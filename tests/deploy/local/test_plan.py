@@ -8,7 +8,8 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.memory import ModelSizes, engine_need, learner_need, offloaded_bytes, sizes_of
+from offbeat.deploy.local.memory import engine_need, learner_need, offloaded_bytes
+from offbeat.deploy.local.model_sizes import ModelSizes, sizes_of
 from offbeat.deploy.local.plan import DevicePlan, make_plan
 from tests.deploy.local.machines import GIB, QWEN3_8B, QWEN3_600M, TINY, machine
 

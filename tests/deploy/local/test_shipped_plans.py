@@ -8,7 +8,8 @@ import pytest
 
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.memory import ModelSizes, engine_need, gib, learner_need, sizes_of
+from offbeat.deploy.local.memory import engine_need, gib, learner_need
+from offbeat.deploy.local.model_sizes import ModelSizes, sizes_of
 from offbeat.deploy.local.plan import make_plan
 from tests.deploy.local.machines import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M, TINY, machine
 

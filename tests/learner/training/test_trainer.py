@@ -17,7 +17,8 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config, LaunchSection
 from offbeat.common.settings.learning_sections import KlSection, RewardSection
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.deploy.local.memory import learner_need, model_sizes
+from offbeat.deploy.local.memory import learner_need
+from offbeat.deploy.local.model_sizes import model_sizes
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.policy.logprobs import LogitRule
 from offbeat.learner.training.checkpoints import find_damage
