@@ -16,6 +16,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.library_options import SETTING, check_heads
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices import find_gpus
+from offbeat.deploy.local.model_sizes import EAGER_TYPES
 from offbeat.deploy.local.plan import uses_vllm
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -230,10 +231,9 @@ def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
 
 
 SMALLEST_FLOAT32_HEAD = 16
-"""Least numbers in a head that vLLM attends with in float32 on a GPU.
-
-Its Triton kernel takes 32 and more. For smaller ones it chooses FlexAttention, whose products torch has from 16.
-"""
+"""Least numbers in a head that vLLM attends with in float32 on a GPU, by FlexAttention, whose products torch has from 16."""
+SMALLEST_TRITON_HEAD = 32
+"""Least numbers in a head of vLLM's Triton kernel, which alone has soft caps and sinks in float32."""
 
 
 def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
@@ -244,11 +244,10 @@ def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding
     if config.model.dtype != "float32" or text.get("kv_lora_rank") or not isinstance(hidden, int) or not num_heads:
         return
     size = text.get("head_dim") or hidden // num_heads
-    if size < SMALLEST_FLOAT32_HEAD and find_gpus().gpus:
-        problem = (
-            f"the model's attention heads have {size} numbers, and on a GPU vLLM computes in float32 with heads of "
-            f"{SMALLEST_FLOAT32_HEAD} or more"
-        )
+    needs_triton = text.get("attn_logit_softcapping") is not None or text.get("model_type") in EAGER_TYPES
+    least = SMALLEST_TRITON_HEAD if needs_triton else SMALLEST_FLOAT32_HEAD
+    if size < least and find_gpus().gpus:
+        problem = f"the model's attention heads have {size} numbers, and on a GPU vLLM computes in float32 with {least} or more"
         yield mistake("model.dtype", "float32", problem, 'Set model.dtype="bfloat16" or actor.engine="transformers".')
 
 

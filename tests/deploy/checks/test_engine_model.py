@@ -11,7 +11,12 @@ import pytest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.checks import model_folders
-from offbeat.deploy.checks.model_folders import SMALLEST_FLOAT32_HEAD, check_engine_model, known_architectures
+from offbeat.deploy.checks.model_folders import (
+    SMALLEST_FLOAT32_HEAD,
+    SMALLEST_TRITON_HEAD,
+    check_engine_model,
+    known_architectures,
+)
 from offbeat.deploy.local import devices
 from offbeat.deploy.local.devices import Device
 from tests.deploy.local.machines import TINY
@@ -39,14 +44,21 @@ def test_heads_that_vllm_cannot_attend_with_in_float32_are_refused_on_a_gpu(
     (found,) = check_engine_model(config_for(tmp_path, **fields))
     assert (found.kind, found.text) == (
         "mistake",
-        'model.dtype = "float32": the model\'s attention heads have 8 numbers, and on a GPU vLLM computes in float32 with '
-        'heads of 16 or more. Set model.dtype="bfloat16" or actor.engine="transformers".',
+        'model.dtype = "float32": the model\'s attention heads have 8 numbers, and on a GPU vLLM computes in float32 with 16 '
+        'or more. Set model.dtype="bfloat16" or actor.engine="transformers".',
     )
     for cure in ('model.dtype="bfloat16"', 'actor.engine="transformers"'):
         assert not list(check_engine_model(config_for(tmp_path, cure, **fields)))
     assert not list(check_engine_model(config_for(tmp_path, **fields | {"head_dim": 16, "text_config": None})))
     latent = {"kv_lora_rank": 8}
     assert not list(check_engine_model(config_for(tmp_path, **fields | {"text_config": None} | latent)))
+
+
+@pytest.mark.parametrize("fields", [{"attn_logit_softcapping": 50.0}, {"model_type": "gpt_oss"}])
+def test_heads_with_soft_caps_or_sinks_need_vllms_triton_kernel(fields: dict[str, Any], gpu: None, tmp_path: Path) -> None:
+    (found,) = check_engine_model(config_for(tmp_path, head_dim=31, **fields))
+    assert "heads have 31 numbers, and on a GPU vLLM computes in float32 with 32 or more" in found.text
+    assert not list(check_engine_model(config_for(tmp_path, head_dim=32, **fields)))
 
 
 @pytest.mark.parametrize(("engine", "said"), [("auto", "it chooses vLLM"), ("vllm", "it is vLLM")])
@@ -97,11 +109,15 @@ def test_smallest_float32_head_is_that_of_vllms_and_torchs_kernels() -> None:
     import torch
     from torch._inductor.kernel.flex import flex_attention
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-    from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+    from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend, FlexAttentionImpl
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     assert not FlashAttentionBackend.supports_dtype(torch.float32)
-    assert not TritonAttentionBackend.supports_head_size(SMALLEST_FLOAT32_HEAD)
+    assert not TritonAttentionBackend.supports_head_size(SMALLEST_TRITON_HEAD - 1)
+    assert TritonAttentionBackend.supports_head_size(SMALLEST_TRITON_HEAD)
+    assert TritonAttentionBackend.supports_sink()
+    assert not FlexAttentionBackend.supports_sink()
+    assert "FlexAttention does not support logits soft cap" in inspect.getsource(FlexAttentionImpl)
     assert FlexAttentionBackend.supports_dtype(torch.float32)
     assert FlexAttentionBackend.supports_head_size(SMALLEST_FLOAT32_HEAD - 1), "vLLM leaves the refusal to torch"
     assert f"at least {SMALLEST_FLOAT32_HEAD} but got" in inspect.getsource(flex_attention)
