@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.cli.main import PANELS
+from tests.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
@@ -83,3 +84,14 @@ def test_readme_is_short_and_its_tree_names_folders_that_exist() -> None:
             name for name in re.findall(r"(?<![\w/])([\w_]+)/", line) if not any((p / name).is_dir() for p in (ROOT, room))
         ]
     assert missing == []
+
+
+def test_table_of_families_says_which_are_packed() -> None:
+    text = (ROOT / "docs/deployment.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.split("| family |")[1].split("\n\n")[0].split("\n")
+    ]
+    told = {name: row[1] == "packed" for row in rows for name in row[0].split(", ")}
+    assert FAMILIES.keys() <= told.keys()
+    assert {name: family.obstacle is None for name, family in FAMILIES.items()} == {name: told[name] for name in FAMILIES}
