@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.cli.main import PANELS
-from tests.families import FAMILIES
+from tests.families import FAMILIES, SHAPE
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
@@ -86,12 +86,23 @@ def test_readme_is_short_and_its_tree_names_folders_that_exist() -> None:
     assert missing == []
 
 
-def test_table_of_families_says_which_are_packed() -> None:
-    text = (ROOT / "docs/deployment.md").read_text()
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.split("| family |")[1].split("\n\n")[0].split("\n")
-    ]
-    told = {name: row[1] == "packed" for row in rows for name in row[0].split(", ")}
-    assert FAMILIES.keys() <= told.keys()
-    assert {name: family.obstacle is None for name, family in FAMILIES.items()} == {name: told[name] for name in FAMILIES}
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_table_of_families_is_true(name: str) -> None:
+    import torch
+    import transformers
+
+    from offbeat.actor.engines import transformers_engine
+    from offbeat.common.models.routing import record_routing
+
+    text = (ROOT / "docs/deployment.md").read_text().split("| family |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    ((_, learner, engine, routing),) = [row for row in rows if name in row[0].split(", ")]
+    family = FAMILIES[name]
+    assert (learner == "packed") == (family.obstacle is None)
+    config = getattr(transformers, family.config_class)(**SHAPE | {"vocab_size": 48} | family.settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert (engine == "continuous batches") == transformers_engine._choose_attention(model)
+    with record_routing(model) as record, torch.no_grad():
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    assert (routing == "yes") == (record.routing() is not None)
