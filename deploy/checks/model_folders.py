@@ -241,9 +241,12 @@ def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding
     text = fields.get("text_config")
     text = text if isinstance(text, dict) else fields
     hidden, num_heads = text.get("hidden_size"), text.get("num_attention_heads")
-    if config.model.dtype != "float32" or text.get("kv_lora_rank") or not isinstance(hidden, int) or not num_heads:
+    if config.model.dtype != "float32" or text.get("kv_lora_rank"):
         return
-    size = text.get("head_dim") or hidden // num_heads
+    if not isinstance(hidden, int) or not isinstance(num_heads, int) or num_heads < 1:
+        return
+    head = text.get("head_dim")
+    size = head if isinstance(head, int) else hidden // num_heads
     needs_triton = text.get("attn_logit_softcapping") is not None or text.get("model_type") in EAGER_TYPES
     least = SMALLEST_TRITON_HEAD if needs_triton else SMALLEST_FLOAT32_HEAD
     if size < least and find_gpus().gpus:
