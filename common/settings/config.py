@@ -512,3 +512,15 @@ def environment_of(config: Config) -> Environment:
     """Return the environment that the settings name."""
     section = config.environment
     return Environment(config.task.environment, section.python, section.requirements, section.arguments)
+
+
+def eval_sets(data: DataSection) -> dict[str, str]:
+    """Return the sources of `data.eval_data` by the names of the sets; a single one has the name ""."""
+    if isinstance(data.eval_data, dict):
+        return data.eval_data
+    return {"": data.eval_data} if data.eval_data else {}
+
+
+def eval_setting(name: str) -> str:
+    """Return the setting that gives the source of a set."""
+    return f"data.eval_data.{name}" if name else "data.eval_data"

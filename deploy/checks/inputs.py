@@ -18,8 +18,7 @@ from offbeat.actor.environments.chat import ChatFormat
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import hub_obstacle
 from offbeat.common.models.images import MODEL_TYPES
-from offbeat.common.settings.config import Config, environment_of
-from offbeat.common.settings.eval_sets import eval_sets, eval_setting
+from offbeat.common.settings.config import Config, environment_of, eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.common.user_code.functions import is_function

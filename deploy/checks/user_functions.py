@@ -15,9 +15,8 @@ from offbeat.actor.rewards.failures import Failure, failure_of, file_of
 from offbeat.actor.rewards.functions import load_reward
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import Config, environment_of
+from offbeat.common.settings.config import Config, environment_of, eval_sets
 from offbeat.common.settings.corrections import own_functions
-from offbeat.common.settings.eval_sets import eval_sets
 from offbeat.common.user_code.callback import load_callback
 from offbeat.common.user_code.environment_function import load_environment, offer_tools
 from offbeat.common.user_code.external_environment import check_external

@@ -20,8 +20,7 @@ from offbeat.common.records.rows import EventRow
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import check
-from offbeat.common.settings.config import Config
-from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.settings.config import Config, eval_sets
 from offbeat.common.settings.loading import load
 from offbeat.lab.simulation.account import Move, Scaling
 from offbeat.lab.simulation.fit import fit

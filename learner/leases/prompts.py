@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageFile, ImageReader
-from offbeat.common.settings.config import NO_ENVIRONMENT, DataSection, Environment
-from offbeat.common.settings.eval_sets import eval_sets, eval_setting
+from offbeat.common.settings.config import NO_ENVIRONMENT, DataSection, Environment, eval_sets, eval_setting
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import Rendered, image_folder, render, render_with_images

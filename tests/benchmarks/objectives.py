@@ -38,8 +38,7 @@ from torch import Tensor
 from offbeat.actor.rewards.functions import exact_match
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.settings.checks import check
-from offbeat.common.settings.config import Config, DataSection
-from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.settings.config import Config, DataSection, eval_sets
 from offbeat.common.settings.loading import load
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.deploy.local.quickstart.prepared import expand

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.completion import complete
-from offbeat.common.settings.config import Config
-from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.settings.config import Config, eval_sets
 from offbeat.common.settings.loading import (
     explain,
     explanations,
