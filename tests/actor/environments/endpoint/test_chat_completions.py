@@ -321,7 +321,7 @@ def test_episode_that_is_over_answers_410_to_calls_that_wait_and_to_later_ones()
 def test_another_episodes_secret_is_of_no_use() -> None:
     async def play() -> None:
         async with playing() as game, plain_client() as http:
-            guess = game.url[:-4] + "x/v1"
+            guess = game.url.removesuffix("/v1") + "x/v1"
             assert (await http.post(f"{guess}/chat/completions", json={"messages": ASK})).status_code == 410
             assert (await http.get(f"{game.url}/models")).json()["data"][0]["id"] == "policy"
 
