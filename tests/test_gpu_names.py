@@ -32,6 +32,7 @@ def test_wheels_were_asked_for_every_name_that_the_source_uses() -> None:
     assert {"vllm.inputs.tokens_input", "torch.cuda.set_device", "vllm.v1.engine.llm_engine.LLMEngine.step"} <= NAMES.keys()
 
 
+@pytest.mark.slow
 def test_cuda_wheels_define_names_as_the_installed_build_does(installed: Definitions) -> None:
     here = {name: text for name, text in NAMES.items() if importlib.util.find_spec(name.partition(".")[0])}
     differing = {name: (text, installed.describe(name)) for name, text in here.items() if installed.describe(name) != text}

@@ -52,6 +52,8 @@ ATTACKS = {
 
 PROGRAM = """
 import ctypes, fcntl, json, os, resource, signal, socket, subprocess, sys
+
+pytestmark = pytest.mark.slow
 globals().update(json.loads(sys.stdin.read()))
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -153,6 +153,8 @@ def test_number_of_files_is_bounded(box: Local) -> None:
 def test_number_of_threads_is_bounded(box: Local) -> None:
     code = """
 import threading, time
+
+pytestmark = pytest.mark.slow
 threading.stack_size(1 << 16)
 for n in range(200): threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
 time.sleep(5)

@@ -147,6 +147,8 @@ def test_only_its_own_folder_can_be_written(box: Local) -> None:
     use(box)
     code = """
 import os
+
+pytestmark = pytest.mark.slow
 for folder, _, _ in os.walk("/"):
     if not folder.startswith(os.getcwd()):
         try: open(os.path.join(folder, "written"), "w")

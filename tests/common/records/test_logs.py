@@ -203,6 +203,7 @@ logger.info("somebody reads again")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "terminal that Ctrl-S stopped"])
 def test_output_that_nobody_reads_costs_lines_and_stops_nothing(tmp_path: Path, kind: str):
     if kind == "pipe":

@@ -13,6 +13,7 @@ def write(address: Address, value: int) -> None:
     map_bytes(address, 100).fill_(value)
 
 
+@pytest.mark.slow
 def test_other_process_writes_what_the_owner_reads() -> None:
     memory = SharedBytes(100)
     assert torch.equal(memory.flat, torch.zeros(100, dtype=torch.uint8))

@@ -140,6 +140,7 @@ def test_damaged_difference_is_an_error_or_a_wrong_piece_never_a_crash(damage: l
         assert piece.tobytes() == PIECE.tobytes()
 
 
+@pytest.mark.slow
 def test_difference_that_expands_without_end_takes_little_memory() -> None:
     zeros = np.zeros(1 << 24, dtype=np.uint8)
     bomb = encode_delta(zeros, np.ones_like(zeros), 1).tobytes()

@@ -123,6 +123,7 @@ def unpack(documents: dict[str, Document], pod: Document, folder: Path) -> None:
             path.chmod(0o440)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_documents_are_valid_in_three_releases_and_have_no_field_that_these_lack(options: tuple[str, ...]) -> None:
     documents = write(*options)

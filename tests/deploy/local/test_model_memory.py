@@ -53,6 +53,7 @@ def most_bytes(module: CompletionLogprobs) -> int:
         return live.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_layers", "checkpointing", "least", "most"), [(6, False, 0.78, 0.9), (36, True, 0.5, 0.58)])
 def test_activations_in_the_device_plan_hold_those_of_an_8b_model(
     num_layers: int, checkpointing: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch

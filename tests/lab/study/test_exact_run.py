@@ -20,6 +20,8 @@ from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 4
 
 

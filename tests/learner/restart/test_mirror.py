@@ -134,6 +134,7 @@ def test_best_checkpoint_moves_with_the_run_and_stays_in_the_mirror(run: Run, tm
     assert {*checkpoint(4), *checkpoint(12), "checkpoints/evaluations.json"} <= moved.there()
 
 
+@pytest.mark.slow
 def test_end_waits_for_a_storage_that_still_takes_parts_and_leaves_a_silent_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
