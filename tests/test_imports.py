@@ -253,6 +253,7 @@ def test_room_is_imported_without_torch(room: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_model_of_the_noise_imports_scipy_only_to_fit_it() -> None:
     # Every trainer imports the model; the scipy that fits it would cost half a second of CPU time.
     assert "scipy" not in {line.split()[-1] for line in slow_imports(["offbeat.learner.calibration.noise_floor"])}
