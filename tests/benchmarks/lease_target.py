@@ -1,10 +1,10 @@
 """The cost and the gain of `staleness.target = "auto"`, simulated over speeds, bounds and spreads of length, or in real runs.
 
     python -m tests.benchmarks.lease_target                                          # half a minute
-    python -m tests.benchmarks.lease_target live [CONFIG] [SETTING=VALUE ...]        # the quick start: 10 minutes
+    python -m tests.benchmarks.lease_target live ROUNDS [CONFIG] [SETTING=VALUE ...] # the quick start: a minute a round
 
 Each row pairs a run whose leases fill the bound with one that follows the target: seconds per step and mean lag of both.
-Real runs take turns, a pair in each round, and count after their first fifth.
+Real runs take turns, a pair in each round, whose first is now the one and now the other. They count after their first fifth.
 """
 
 import sys
@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Literal, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from offbeat.common.records.rows import StepRow
 from offbeat.common.settings.config import StalenessSection
@@ -20,7 +21,7 @@ from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.simulation import Fleet, SimulatedBatch, Simulation, Timings
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
-from tests.benchmarks.measuring import NUM_ROUNDS, print_table, run_offbeat, spread
+from tests.benchmarks.measuring import print_table, run_offbeat, spread
 
 NUM_STEPS = 300
 GROUPS_PER_STEP = 8
@@ -42,24 +43,25 @@ def main() -> None:
     match sys.argv[1:]:
         case []:
             simulate_grid()
-        case ["live", *arguments]:
-            run_live(arguments)
+        case ["live", rounds, *arguments] if rounds.isdecimal() and int(rounds) > 1:
+            run_live(int(rounds), arguments)
         case _:
             sys.exit(__doc__)
 
 
-def run_live(arguments: Sequence[str]) -> None:
+def run_live(num_rounds: int, arguments: Sequence[str]) -> None:
     """Print seconds per step and mean lag of real runs with these arguments of `offbeat train`, under both targets."""
     outcomes: dict[Literal["bound", "auto"], list[Outcome]] = {"bound": [], "auto": []}
-    for seed in range(NUM_ROUNDS):
-        for target, of_target in outcomes.items():
+    for seed in range(num_rounds):
+        pair = list(outcomes.items())
+        for target, of_target in pair if seed % 2 else reversed(pair):
             settings = (f"staleness.target={target}", f"run.seed={seed}")
             run = run_offbeat(*arguments, *settings, timeout_s=TIMEOUT_S)
             of_target.append(_live_outcome(run.of_kind(StepRow)))
             print(f"seed {seed}, {target}: {of_target[-1]}", flush=True)
     ratios = [young.step_s / full.step_s for full, young in zip(outcomes["bound"], outcomes["auto"], strict=True)]
     print_table(
-        f"staleness.target: median (min–max) of {NUM_ROUNDS} rounds",
+        f"staleness.target: median (min–max) of {num_rounds} rounds",
         ("target", "s/step", "mean lag"),
         [
             [target, spread([one.step_s for one in of_target]), spread([one.lag for one in of_target])]
@@ -67,6 +69,10 @@ def run_live(arguments: Sequence[str]) -> None:
         ],
     )
     print(f"seconds per step, target over bound, by round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    logs = np.log(ratios)
+    middle, half = logs.mean(), stats.t.ppf(0.975, num_rounds - 1) * stats.sem(logs)
+    low, mid, high = np.exp([middle - half, middle, middle + half])
+    print(f"geometric mean {mid:.3f}, 95% interval {low:.3f} to {high:.3f}")
 
 
 def _live_outcome(steps: Sequence[StepRow]) -> Outcome:
