@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 
 from offbeat.common.errors import SettingError
 from offbeat.learner.policy.zero import full_shape, gathered_parameters
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _ADAPTER = "default"
 """peft's name of an adapter without a name."""
@@ -34,15 +37,9 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     parameters. Raises `SettingError` for a name that matches no linear layer.
     """
     # Imported here and below: it takes seconds, and most runs train all weights.
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=[f"policy.{name}" for name in _matching_layers(policy, target_modules)],
-    )
+    config = _config(rank, alpha, [f"policy.{name}" for name in _matching_layers(policy, target_modules)])
     # In a container: given the policy itself, peft recognizes some mixtures of experts by their config and adapts their experts
     # where `down_proj` is named.
     inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
@@ -50,25 +47,23 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
 
 def write_adapter(weights: Mapping[str, Tensor], folder: Path, *, rank: int, alpha: float, base_model: str) -> None:
     """Write the adapter among a trainer's whole weights, named `policy.NAME`, to `folder` as peft and vLLM read it."""
-    from peft import LoraConfig
-
     names = {
         f"base_model.model.{name.removeprefix('policy.').replace(f'.{_ADAPTER}.', '.')}": name
         for name in weights
         if name.endswith((_LOW, _HIGH))
     }
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=sorted(name.removeprefix("policy.").removesuffix(_LOW) for name in weights if name.endswith(_LOW)),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
-        inference_mode=True,
-    )
-    config.save_pretrained(folder)
+    layers = sorted(name.removeprefix("policy.").removesuffix(_LOW) for name in weights if name.endswith(_LOW))
+    config = _config(rank, alpha, layers, task_type="CAUSAL_LM", base_model_name_or_path=base_model, inference_mode=True)
+    config.save_pretrained(str(folder))
     save_file({name: weights[ours].contiguous() for name, ours in names.items()}, folder / "adapter_model.safetensors")
+
+
+def _config(rank: int, alpha: float, layers: list[str], **others: Any) -> "LoraConfig":
+    from peft import LoraConfig
+
+    # Its annotation says int, but any number scales the adapter.
+    options: dict[str, Any] = {"lora_alpha": alpha, **others}
+    return LoraConfig(r=rank, lora_dropout=0.0, bias="none", target_modules=layers, **options)
 
 
 def _matching_layers(policy: PreTrainedModel, target_modules: tuple[str, ...]) -> list[str]:
