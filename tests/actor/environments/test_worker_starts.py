@@ -70,6 +70,8 @@ FORK_SERVER = """
 import os, socket, threading, time
 from offbeat.actor.environments import worker_starts as starts
 from offbeat.common.processes.child import join_parent
+
+pytestmark = pytest.mark.slow
 requests = socket.socket(fileno=join_parent())
 """
 

@@ -90,6 +90,7 @@ def test_two_services_of_one_file_name_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "keys").exists()
 
 
+@pytest.mark.slow
 def test_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     assert keygen(tmp_path, "keys", "actor-0").returncode == 0
     result = keygen(tmp_path, "keys", "actor-0")

@@ -11,6 +11,8 @@ from offbeat.common.models.routing import record_routing
 from offbeat.lab.study.sampler import ExactSampler, Sampled
 from tests.weights import buffer_of
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([5, 6, 7, 8, 9], [10, 11], [12])]
 
 

