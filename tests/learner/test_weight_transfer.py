@@ -145,6 +145,8 @@ def test_receiver_that_does_not_get_ready_is_left_out_by_name_and_catches_up_whe
         assert TIMEOUT_S <= time.monotonic() - started < 2 * TIMEOUT_S
         assert fleet.excluded() == ["sleeper"]
         assert "did not enter epoch" in next(row["detail"] for row in fleet.rows if row["kind"] == "event")
+        # Survivors have the weights before the learner has written its row.
+        fleet.wait_for(lambda: len(fleet.updates()) == 2)
         assert fleet.updates()[-1]["num_excluded"] == 1
         # While it is left out, nobody waits for it.
         started = time.monotonic()

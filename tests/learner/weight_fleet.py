@@ -29,7 +29,7 @@ BUCKET_BYTES = 1 << 18
 CHUNK_BYTES = 1 << 18
 MAX_PULLS = 2
 MAX_MESSAGE_BYTES = 1 << 24
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.5
 PATIENCE_S = 30.0
 
 Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]

@@ -20,6 +20,8 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.child import Fork
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 ACTOR = """
 import logging, os, signal, sys, types
 
@@ -70,8 +72,6 @@ FORK_SERVER = """
 import os, socket, threading, time
 from offbeat.actor.environments import worker_starts as starts
 from offbeat.common.processes.child import join_parent
-
-pytestmark = pytest.mark.slow
 requests = socket.socket(fileno=join_parent())
 """
 

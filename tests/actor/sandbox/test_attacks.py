@@ -12,6 +12,8 @@ import pytest
 
 from offbeat.actor.sandbox import Local, run_sync, use
 
+pytestmark = pytest.mark.slow
+
 ATTACKS = {
     "reads the answers": "open(answers).read()",
     "reads a folder": "os.listdir(os.path.dirname(answers))",
@@ -52,8 +54,6 @@ ATTACKS = {
 
 PROGRAM = """
 import ctypes, fcntl, json, os, resource, signal, socket, subprocess, sys
-
-pytestmark = pytest.mark.slow
 globals().update(json.loads(sys.stdin.read()))
 libc = ctypes.CDLL(None, use_errno=True)
 

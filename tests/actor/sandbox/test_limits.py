@@ -15,6 +15,8 @@ from offbeat.actor.sandbox import Local, Result, confine, run_sync, use
 from offbeat.actor.sandbox.landlock import Landlock
 from offbeat.common.processes import process_table as processes
 
+pytestmark = pytest.mark.slow
+
 
 def run(box: Local, code: str, *, stdin: str = "", timeout_s: float = 5.0, memory_mb: int = 128) -> Result:
     use(box)
@@ -153,8 +155,6 @@ def test_number_of_files_is_bounded(box: Local) -> None:
 def test_number_of_threads_is_bounded(box: Local) -> None:
     code = """
 import threading, time
-
-pytestmark = pytest.mark.slow
 threading.stack_size(1 << 16)
 for n in range(200): threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
 time.sleep(5)

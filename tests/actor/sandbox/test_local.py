@@ -21,6 +21,8 @@ from offbeat.actor.sandbox.program import Launch, Usage
 from offbeat.actor.sandbox.seccomp import DENIED, FIRST_UNKNOWN
 from offbeat.common.processes import process_table as processes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _own_sandbox() -> Iterator[None]:
@@ -147,8 +149,6 @@ def test_only_its_own_folder_can_be_written(box: Local) -> None:
     use(box)
     code = """
 import os
-
-pytestmark = pytest.mark.slow
 for folder, _, _ in os.walk("/"):
     if not folder.startswith(os.getcwd()):
         try: open(os.path.join(folder, "written"), "w")
