@@ -262,6 +262,7 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
 
 
 def _take_time(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
+    """Extend the times of the newest process by a row, which may be the first of another."""
     if not history.process_times or (isinstance(row, rows.EventRow) and row.event == "run_started"):
         history.process_times.append((row.time, row.time))
     start, end = history.process_times[-1]

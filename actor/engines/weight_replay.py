@@ -279,9 +279,10 @@ class CopyRecorder(TorchDispatchMode):
         copied = self._landings.get(_storage(source))
         is_whole = source.untyped_storage().nbytes() == source.nbytes
         is_alike = source.dtype == target.dtype and (source.shape, source.stride()) == (target.shape, target.stride())
-        is_known = copied is not None and is_whole and is_alike
-        moved = [one._replace(to=one.to._replace(offset=one.to.offset + to.offset)) for one in copied or ()]
-        self._extend(target, moved if is_known else None)
+        moved: list[Landing] | None = None
+        if copied is not None and is_whole and is_alike:
+            moved = [one._replace(to=one.to._replace(offset=one.to.offset + to.offset)) for one in copied]
+        self._extend(target, moved)
 
     def _landing(self, source: Tensor, to: Region) -> Landing | None:
         first_byte = int(source.storage_offset()) * source.itemsize

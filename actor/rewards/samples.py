@@ -48,4 +48,4 @@ class Verdict(NamedTuple):
 
 
 JudgePrompt = str | Sequence[Mapping[str, Any]]
-"""What the judge is asked: the user's message, or a whole conversation."""
+"""A question to the judge: the user's message, or a whole conversation."""

@@ -23,7 +23,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Return the living processes that this one started."""
-    return [child for child in _all() if _stat(child)[1:2] == [str(pid)] and not has_ended(child)]
+    return [child for child in _all() if _parent(child) == pid and not has_ended(child)]
 
 
 def descendants(pid: int) -> list[int]:
@@ -69,6 +69,11 @@ def kill_group(leader: int) -> None:
 
 def _all() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:

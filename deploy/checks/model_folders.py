@@ -194,9 +194,14 @@ def _read_header(file: Path) -> Iterator[Tensor]:
         yield Tensor(name, tensor.shape)
 
 
-def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+def _text_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the text's layers; all of it where the model has no other."""
     text = fields.get("text_config")
-    text = text if isinstance(text, dict) else fields
+    return text if isinstance(text, dict) else fields
+
+
+def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    text = _text_fields(fields)
     positions = text.get("max_position_embeddings")
     # A model with scaled positions may be used beyond the length it states.
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -208,8 +213,7 @@ def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding
 
 def _check_packing(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
     """Find ranks that are to share packs of a model without packs; what only its modules show is found when it is loaded."""
-    text = fields.get("text_config")
-    obstacle = config_obstacle(text if isinstance(text, dict) else fields)
+    obstacle = config_obstacle(_text_fields(fields))
     size = config.train.sequence_parallel_size
     if obstacle is not None and size > 1:
         yield mistake(SETTING, size, f"ranks share packs, and the model cannot be packed: {obstacle}", "Set it to 1.")
@@ -219,8 +223,7 @@ def _check_packing(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
-    text = fields.get("text_config")
-    text = text if isinstance(text, dict) else fields
+    text = _text_fields(fields)
     num_heads = text.get("num_attention_heads")
     num_key_heads = text.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(num_key_heads, int):
@@ -238,8 +241,7 @@ SMALLEST_TRITON_HEAD = 32
 
 def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
     """Find heads of a float32 model that are too small for vLLM on this machine's GPUs. Latent attention has other kernels."""
-    text = fields.get("text_config")
-    text = text if isinstance(text, dict) else fields
+    text = _text_fields(fields)
     hidden, num_heads = text.get("hidden_size"), text.get("num_attention_heads")
     if config.model.dtype != "float32" or text.get("kv_lora_rank"):
         return
