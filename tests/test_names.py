@@ -55,14 +55,16 @@ NO_IDENTIFIERS = {
 
 
 @cache
-def split(path: Path) -> tuple[str, str]:
-    """Return the prose of a file (of a source its docstrings and comments), and the code of a source."""
+def split(path: Path) -> tuple[str, str, str]:
+    """Return the prose of a file (of a source its docstrings and comments), the code of a source, and its strings."""
     text = path.read_text()
     if path.suffix != ".py":
-        return re.sub(r"```.*?```", "", text, flags=re.DOTALL), ""
-    lines, prose = text.split("\n"), []
+        return re.sub(r"```.*?```", "", text, flags=re.DOTALL), "", ""
+    lines, prose, strings = text.split("\n"), [], []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.append(node.value)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             prose.append(node.value.value)
             lines[node.lineno - 1 : node.end_lineno] = [""] * len(lines[node.lineno - 1 : node.end_lineno])
     for index, line in enumerate(lines):
@@ -70,15 +72,13 @@ def split(path: Path) -> tuple[str, str]:
         if mark and code.count('"') % 2 == 0:
             prose.append(comment)
             lines[index] = code
-    return "\n".join(prose), "\n".join(lines)
+    return "\n".join(prose), "\n".join(lines), "\n".join(strings)
 
 
 def texts(path: Path) -> str:
     """Return the prose of a file, and all strings of a source: errors, help, logs."""
-    if path.suffix != ".py":
-        return split(path)[0]
-    strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-    return "\n".join([split(path)[0], *(string for string in strings if isinstance(string, str))])
+    prose, _, strings = split(path)
+    return f"{prose}\n{strings}"
 
 
 @cache

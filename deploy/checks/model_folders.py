@@ -1,6 +1,7 @@
 """Checks of the model folders: complete files of a model that can be trained as the settings ask."""
 
 import ast
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,7 @@ def check_engine_model(config: Config) -> Iterator[Finding]:
     yield from _check_head_size(config, fields)
 
 
+@functools.cache
 def known_architectures() -> set[str]:
     """Return the architectures that the installed vLLM has classes for.
 
@@ -87,9 +89,11 @@ def known_architectures() -> set[str]:
 def _check_architecture(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
     """Find a model that vLLM would leave to transformers' class or refuse, unless the user has chosen transformers' class."""
     names = [str(name) for name in fields.get("architectures") or ()]
-    own_plugins = [one for one in entry_points(group="vllm.general_plugins") if not one.value.startswith("vllm.")]
-    # vLLM finds a missing name by the model's type. A plugin may register others.
-    if not names or own_plugins or "model_impl" in config.actor.engine_options or not known_architectures().isdisjoint(names):
+    # vLLM finds a missing name by the model's type.
+    if not names or "model_impl" in config.actor.engine_options or not known_architectures().isdisjoint(names):
+        return
+    # A plugin may register others.
+    if any(not one.value.startswith("vllm.") for one in entry_points(group="vllm.general_plugins")):
         return
     verb = "is" if config.actor.engine == "vllm" else "chooses"
     problem = f"it {verb} vLLM, whose version here has no class for {', '.join(names)}"

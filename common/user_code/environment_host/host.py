@@ -115,11 +115,14 @@ class Messages:
         self._lock = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Write a message."""
+        """Write a message. Exit where nobody reads it any more."""
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
-            self._output.write(line)
-            self._output.flush()
+            try:
+                self._output.write(line)
+                self._output.flush()
+            except BrokenPipeError:
+                os._exit(0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that arrive, until the input ends."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -267,6 +268,15 @@ def test_host_knows_the_frameworks_of_the_settings_and_needs_no_package() -> Non
     text = external_environment.HOST.read_text()
     imported = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert imported <= sys.stdlib_module_names
+
+
+def test_host_ends_in_silence_where_the_process_that_started_it_is_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(external_environment.HOST), "no_such_module:play", "{}"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_two_plain_functions_play_at_once_in_the_host() -> None:
