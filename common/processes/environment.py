@@ -18,9 +18,13 @@ BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver, on Linux and in Windows' subsystem for it."""
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processors that this container has in each period, and the period; "max" is no limit."""
 CPU_DEFAULTS = {
-    # Several processes share the cores; with two threads each they ran ten times slower.
+    # Several processes share the cores; with two threads each they ran ten times slower. `use_every_core` is the exception.
     "OMP_NUM_THREADS": "1",
+    # Threads that wait for each other would keep their core busy, which another process needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # vLLM compiles a small function at the first request for log-probs: it takes seconds, and crashes without a compiler.
     "TORCHDYNAMO_DISABLE": "1",
     # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
@@ -31,11 +35,18 @@ CPU_DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """Environment variables of processes that compute on the CPU, unless the user has set them."""
+DEFAULT_THREADS_VARIABLE = "OFFBEAT_DEFAULT_THREADS"
+"""Environment variable that is set where the user has not set "OMP_NUM_THREADS"; child processes inherit it."""
+
+LARGE_MODEL_BYTES = 64 << 20
+"""Size of weight files from which several threads compute faster than one."""
 
 
 def prepare_environment() -> None:
     """Set variables and hide broken packages, before transformers or vLLM are imported. A second call does nothing."""
     if not has_gpu():
+        if "OMP_NUM_THREADS" not in os.environ:
+            os.environ[DEFAULT_THREADS_VARIABLE] = "1"
         for name, value in CPU_DEFAULTS.items():
             os.environ.setdefault(name, value)
     # vLLM reads these at import.
@@ -59,6 +70,32 @@ def has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or not torch_is_built_for_gpus():
         return False
     return any(Path(file).exists() for file in GPU_FILES)
+
+
+def use_every_core(model: str, num_processes: int) -> None:
+    """Let torch compute on every core that is not another learner process's, unless the user has set "OMP_NUM_THREADS".
+
+    `model` is a folder or a hub's name. Nothing is changed on a machine with GPUs, nor for a small model, whose threads would
+    wait for each other. Call it in the learner's process, after `prepare_environment`.
+    """
+    if has_gpu() or DEFAULT_THREADS_VARIABLE not in os.environ:
+        return
+    if Path(model).is_dir() and sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) < LARGE_MODEL_BYTES:
+        return
+    import torch
+
+    torch.set_num_threads(max(1, num_cores() // num_processes))
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use; a container's quota may be smaller than the machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        # There is no quota: no such file, or "max".
+        return cores
 
 
 @contextlib.contextmanager

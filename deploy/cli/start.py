@@ -11,7 +11,7 @@ import typer
 
 from offbeat.actor.joining import RunToJoin, joined
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment
+from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment, use_every_core
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.common.records.logs import PrintedText, configure_logs, doing
 from offbeat.common.records.run_folder import decide_resume, holds_work, locked, naming_disk_errors
@@ -110,6 +110,7 @@ def _run_learner(config: Config, *, is_first_rank: bool) -> None:
         prepare_environment()
         from offbeat.learner.wiring import run_learner
 
+        use_every_core(config.model.path, config.launch.learner_processes)
     has_ended = True
     try:
         has_ended = run_learner(config, stop, REPORT_COMMAND) != "paused"

@@ -10,7 +10,14 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import environment
-from offbeat.common.processes.environment import BROKEN_VARIABLE, fast_imports, launcher_number, launcher_rank
+from offbeat.common.processes.environment import (
+    BROKEN_VARIABLE,
+    DEFAULT_THREADS_VARIABLE,
+    LARGE_MODEL_BYTES,
+    fast_imports,
+    launcher_number,
+    launcher_rank,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,6 +125,56 @@ def test_defaults_of_a_cpu_are_those_of_a_torch_that_cannot_use_the_gpu(
     assert ("OMP_NUM_THREADS" in variables) == (not computes_on_gpu)
     assert variables["VLLM_LOGGING_LEVEL"] == ("WARNING" if computes_on_gpu else "ERROR")
     assert ("TORCH_CPP_LOG_LEVEL" in variables) == (not computes_on_gpu)
+
+
+THREADS = """
+import os, sys
+from offbeat.common.processes import environment
+environment.prepare_environment()
+environment.num_cores = lambda: 5
+environment.use_every_core(sys.argv[1], 2)
+import torch
+print(torch.get_num_threads(), os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "num_bytes", "num_threads"),
+    [
+        ({}, LARGE_MODEL_BYTES, 2),
+        ({}, LARGE_MODEL_BYTES - 1, 1),
+        # A child process of one whose user has set nothing, and a user who wants one thread.
+        ({"OMP_NUM_THREADS": "1", DEFAULT_THREADS_VARIABLE: "1"}, LARGE_MODEL_BYTES, 2),
+        ({"OMP_NUM_THREADS": "1"}, LARGE_MODEL_BYTES, 1),
+        ({}, None, 2),
+    ],
+)
+def test_learner_of_a_large_model_has_its_share_of_the_cores_unless_the_user_chose(
+    variables: dict[str, str], num_bytes: int | None, num_threads: int, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    if num_bytes is not None:
+        model.mkdir()
+        with (model / "model.safetensors").open("wb") as file:
+            file.truncate(num_bytes)
+    others = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", DEFAULT_THREADS_VARIABLE)}
+    env = {**others, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src"), **variables}
+    result = subprocess.run([sys.executable, "-c", THREADS, str(model)], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{num_threads} PASSIVE\n"
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 8), (None, 8)]
+)
+def test_containers_quota_of_processors_is_known(
+    quota: str | None, num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(environment, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert environment.num_cores() == num_cores
 
 
 def test_build_of_the_installed_torch_is_read_from_its_files() -> None:
