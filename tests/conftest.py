@@ -1,5 +1,6 @@
 """Tiny models that many tests share, the selection of tests, and the check that they leave nothing behind."""
 
+import atexit
 import gc
 import importlib.util
 import logging
@@ -34,7 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
 settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=20)
+settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=10)
 settings.load_profile("offbeat")
 
 SLOW_MARKERS = ("engine", "service", "slow")
@@ -121,6 +122,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Imports and collected tests are a million objects that stay alive: freezing them spares the garbage collector.
     gc.disable()
+    # A frozen object is not collected at the end either; then libraries write pages about what they leak.
+    atexit.register(gc.unfreeze)
     if config.getoption("--fast"):
         settings.load_profile("fast")
     if config.getoption("--gpu"):
@@ -150,8 +153,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "warm" in getattr(item, "fixturenames", ()):
             item.add_marker("service")
-    # Services come first, with two workers (`-n 2`) in a chain on each; everything else fills the time that is left.
-    items.sort(key=lambda item: item.get_closest_marker("service") is None)
+    # Services come first, with two workers (`-n 2`) in a chain on each, then the files that read every source, which take long;
+    # everything else fills the time that is left.
+    items.sort(key=lambda item: (item.get_closest_marker("service") is None, item.path.parent != Path(__file__).parent))
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             # Chaos is a third of the services' time, and a chain of its own.
@@ -198,11 +202,6 @@ def _count(config: pytest.Config, number: int) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """Take over the number of tests that a worker of `-n` left out; each worker has collected all tests."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, 0)
-
-
-def pytest_unconfigure() -> None:
-    # A frozen object is not collected at the end either; then libraries write pages about what they leak.
-    gc.unfreeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

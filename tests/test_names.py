@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from offbeat.common.records.step_metrics import routing_metric, step_metric
 from offbeat.common.settings.loading import ALIASES, setting_names
 from offbeat.deploy.cli.main import PANELS
 from tests.test_docs import PAGES, ROOT, name_of
+
+pytestmark = pytest.mark.slow
 
 ROOMS = ("protocols", "common", "actor", "learner", "lab", "deploy")
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]

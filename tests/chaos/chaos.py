@@ -28,7 +28,7 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.common.user_code.environment_function import load_environment
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
@@ -38,7 +38,7 @@ from offbeat.lab.audit import Check, add_claim, audit
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
-from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE
+from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE, OUTSIDE
 from tests.chaos.faults import MORE_DATA, Clock, open_disk
 from tests.chaos.judge import REWARD, URL_VARIABLE, Judge
 from tests.chaos.network import Network, open_network
@@ -50,7 +50,7 @@ from tests.process_ends import is_mapped, kill_and_wait
 
 logger = logging.getLogger(f"offbeat.{__name__}")
 
-MARK_VARIABLE = "OFFBEAT_CHAOS"
+MARK_VARIABLE = "CHAOS_MARK"
 """Environment variable that marks every process of a chaos run; children inherit it."""
 DISK_BYTES = 512 << 20
 """Size of the file system that holds the run's folder."""
@@ -210,7 +210,7 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         data.with_name(MORE_DATA).write_text("".join(rows[NUM_PROMPTS : NUM_PROMPTS + NUM_MORE]))
         data_settings, task = replace(config.data, train_data=str(data)), replace(task, reward=REWARD)
     if site.tools is not None:
-        task = replace(task, environment=ENVIRONMENT)
+        task = replace(task, environment=OUTSIDE if environment_of(config).is_external else ENVIRONMENT)
     config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, data=data_settings, task=task)
     write_private(site.config_file, resolved_toml(config, with_secrets=True))
     return site._replace(config=config)

@@ -19,9 +19,11 @@ from offbeat.common.user_code.environment_function import load_environment
 
 ENVIRONMENT = f"{__name__}:play"
 """This environment, as `task.environment` names it."""
-FUNCTION_VARIABLE = "OFFBEAT_CHAOS_ENVIRONMENT"
-"""Environment variable with the run's own `task.environment`."""
-FOLDER_VARIABLE = "OFFBEAT_CHAOS_TOOLS"
+OUTSIDE = f"{__name__}:play_outside"
+"""The same for a run whose environment has a Python of its own."""
+FUNCTION_VARIABLE = "CHAOS_ENVIRONMENT"
+"""Environment variable with the run's own `task.environment`. Environments outside get none that begins with "OFFBEAT_"."""
+FOLDER_VARIABLE = "CHAOS_TOOLS"
 """Environment variable with the folder in which faults leave their commands."""
 USUAL_S = 0.02
 """Seconds that a call takes: episodes are open at any time."""
@@ -42,6 +44,17 @@ async def play(chat: Any, row: dict[str, Any]) -> object:
     total = reward_of(0.0 if returned is None else returned, {}).total
     chat.metric(EARNED, 1.0 + (total + sum(given)))
     return returned
+
+
+async def play_outside(chat: Any, row: dict[str, Any]) -> float:
+    """Play an episode of the run's own environment, which asks the model itself, between two tool calls."""
+    function = load_environment(os.environ[FUNCTION_VARIABLE])
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    await _call_tool(folder)
+    reward = float(await function(chat, row))
+    await _call_tool(folder)
+    chat.metric(EARNED, 1.0 + reward)
+    return reward
 
 
 class _Tooled:

@@ -109,6 +109,7 @@ def test_responses(is_streamed: bool) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_anthropic_messages(is_streamed: bool) -> None:
     # Not above: every process that collects tests would import 3,000 modules for a second.
