@@ -5,7 +5,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from offbeat.common.errors import SettingError
@@ -45,10 +45,7 @@ LARGE_MODEL_BYTES = 64 << 20
 def prepare_environment() -> None:
     """Set variables and hide broken packages, before transformers or vLLM are imported. A second call does nothing."""
     if not has_gpu():
-        if "OMP_NUM_THREADS" not in os.environ:
-            os.environ[DEFAULT_THREADS_VARIABLE] = "1"
-        for name, value in CPU_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(with_cpu_defaults(os.environ))
     # vLLM reads these at import.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # No usage statistics are sent without being asked for.
@@ -72,11 +69,17 @@ def has_gpu() -> bool:
     return any(Path(file).exists() for file in GPU_FILES)
 
 
+def with_cpu_defaults(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a process that computes on the CPU, given those of its user."""
+    are_default = {} if "OMP_NUM_THREADS" in variables else {DEFAULT_THREADS_VARIABLE: "1"}
+    return {**CPU_DEFAULTS, **are_default, **variables}
+
+
 def use_every_core(model: str, num_processes: int) -> None:
-    """Let torch compute on every core that is not another learner process's, unless the user has set "OMP_NUM_THREADS".
+    """Let torch compute in this thread on its share of the cores, unless the user has set "OMP_NUM_THREADS".
 
     `model` is a folder or a hub's name. Nothing is changed on a machine with GPUs, nor for a small model, whose threads would
-    wait for each other. Call it in the learner's process, after `prepare_environment`.
+    wait for each other. Call it in the thread that trains, after `prepare_environment`.
     """
     if has_gpu() or DEFAULT_THREADS_VARIABLE not in os.environ:
         return

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
 from offbeat.common.processes import process_table as processes
-from offbeat.common.processes.environment import CPU_DEFAULTS, has_gpu, prepare_environment
+from offbeat.common.processes.environment import has_gpu, prepare_environment, with_cpu_defaults
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
 from offbeat.common.settings.config import Config
@@ -153,7 +153,7 @@ class WarmStarts:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         logger.info("preloading libraries for all services")
         # Before the first import: numpy's threads would be lost in a fork.
-        environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
+        environment = {**with_cpu_defaults(os.environ), PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
         command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
         if self._output is not None:
             self._output.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from offbeat.common.processes.environment import DEFAULT_THREADS_VARIABLE
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.forks import ForkedProcess, Process, WarmStarts, adopt_orphans, choose_starts
 from offbeat.deploy.local.starts import FreshStarts, ProcessStart
@@ -50,7 +51,8 @@ class _RecordedStarts(WarmStarts):
 @pytest.fixture
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmStarts]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("OMP_NUM_THREADS", DEFAULT_THREADS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     starts = _RecordedStarts("transformers")
     yield starts
     for process in starts.started:
@@ -91,6 +93,8 @@ def test_forked_service_is_like_a_new_interpreter_and_outlives_the_process_that_
     assert known["argv"][1:] == arguments
     assert known["variables"]["RANK"] == "7"
     assert "OFFBEAT_PARENT" not in known["variables"]
+    # A learner may then take more than its one thread.
+    assert known["variables"]["OMP_NUM_THREADS"] == known["variables"][DEFAULT_THREADS_VARIABLE] == "1"
     process = psutil.Process(pid)
     wait_for(lambda: "engine ready" in (tmp_path / "actor.log").read_text())
     assert [word for word in process.cmdline() if word][-4:] == ["offbeat.deploy.cli.main", *arguments]
