@@ -11,6 +11,7 @@ from typing import NamedTuple, assert_never
 import msgspec
 
 from offbeat.common.records import rows
+from offbeat.lab.run_summary import ProcessTimes
 from offbeat.learner.diagnostics.length_bias import EndedLease
 
 _END_OF_TIME = 4.1e9
@@ -145,8 +146,7 @@ class RunHistory:
     """Completions as text, by rising policy version."""
     final: rows.FinalRow | None = None
     """The outcome; None while the run continues, and after the learner was killed."""
-    process_times: list[tuple[float, float]] = field(default_factory=list)
-    """The first and the last time of each learner process; more than one where the run was resumed."""
+    times: ProcessTimes = field(default_factory=ProcessTimes)
 
     @property
     def ledger(self) -> rows.LedgerSums | None:
@@ -156,7 +156,7 @@ class RunHistory:
     @property
     def wall_s(self) -> float:
         """Seconds that the learner's processes took together, without the time between the end of one and the next."""
-        return sum(end - start for start, end in self.process_times)
+        return self.times.wall_s
 
     @property
     def held_out_rewards(self) -> dict[int, float]:
@@ -231,7 +231,7 @@ def fold_rows(written: Iterable[rows.Row | rows.OtherRow]) -> RunHistory:
         # Not simply the first and the last row: threads write slightly out of order, and clocks are set.
         history.first_time = row.time if history.first_time is None else min(row.time, history.first_time)
         history.last_time = row.time if history.last_time is None else max(row.time, history.last_time)
-        _take_time(history, row)
+        history.times.take(row)
         _take(history, row)
     return history
 
@@ -259,17 +259,6 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
             overlap = min(interval.end, edges[index + 1]) - max(interval.start, edges[index])
             tokens[index] += interval.num_tokens * max(0.0, overlap) / duration
     return [count / width for count in tokens]
-
-
-def _take_time(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
-    """Extend the times of the newest process by a row, which may be the first of another."""
-    if not history.process_times or (isinstance(row, rows.EventRow) and row.event == "run_started"):
-        history.process_times.append((row.time, row.time))
-    start, end = history.process_times[-1]
-    if isinstance(row, rows.FinalRow):
-        # The process knows how long it took to its first row, too.
-        start = row.time - row.wall_s
-    history.process_times[-1] = min(start, row.time), max(end, row.time)
 
 
 def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.formats import duration, number
-from offbeat.common.records.rows import EventRow, FinalRow, StepRow
+from offbeat.common.records.rows import EventRow, FinalRow, OtherRow, Row, StepRow
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.lab.terminal import FittedTable
@@ -21,6 +21,28 @@ from offbeat.learner.diagnostics.health import update_troubles
 
 ALIVE_WITHIN_S = 60.0
 """Age of the newest row up to which a run without a final row counts as running."""
+
+
+class ProcessTimes:
+    """The first and the last time of each learner process of a run; there are several where it was resumed."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the processes took together, without the time between the end of one and the start of the next."""
+        return sum(end - start for start, end in self._spans)
+
+    def take(self, row: Row | OtherRow) -> None:
+        """Extend the times of the newest process by a row, which may be the first of another."""
+        if not self._spans or (isinstance(row, EventRow) and row.event == "run_started"):
+            self._spans.append((row.time, row.time))
+        start, end = self._spans[-1]
+        if isinstance(row, FinalRow):
+            # The process knows how long it took to its first row, too.
+            start = row.time - row.wall_s
+        self._spans[-1] = min(start, row.time), max(end, row.time)
 
 
 class EndedRun(msgspec.Struct, frozen=True):
@@ -34,7 +56,7 @@ class EndedRun(msgspec.Struct, frozen=True):
     last_time: float
     """Time of the newest of these rows, in seconds since the epoch."""
     wall_s: float | None
-    """Seconds since the learner process was started; None without a final row."""
+    """Seconds that the learner's processes took together; None without a final row."""
     reward: float | None
     """Mean reward of the last step."""
     health: dict[str, str]
@@ -53,10 +75,12 @@ def read_end(run_folder: Path) -> EndedRun | None:
     step: StepRow | None = None
     final: FinalRow | None = None
     last_time: float | None = None
+    times = ProcessTimes()
     health: dict[str, str] = {}
     changes: list[str] = []
     for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EventRow, FinalRow):
         last_time = row.time
+        times.take(row)
         match row:
             case StepRow():
                 step, final = row, None
@@ -76,7 +100,7 @@ def read_end(run_folder: Path) -> EndedRun | None:
         detail="" if final is None else final.detail,
         policy_version=version,
         last_time=last_time,
-        wall_s=None if final is None else final.wall_s,
+        wall_s=None if final is None else times.wall_s,
         reward=None if step is None else step.number("reward/mean"),
         health=health,
         changed_settings=tuple(changes),
@@ -146,7 +170,7 @@ class ListedRun(msgspec.Struct, frozen=True):
     reward: float | None
     """Mean reward of the last step."""
     wall_s: float | None
-    """Seconds from the start of the last learner process to the run's end; None where it has not ended."""
+    """Seconds that the learner's processes took together; None where the run has not ended."""
     last_time: float
     """Time of the newest row, in seconds since the epoch."""
     troubles: tuple[str, ...]
