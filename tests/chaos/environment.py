@@ -51,7 +51,7 @@ async def play_outside(chat: Any, row: dict[str, Any]) -> float:
     function = load_environment(os.environ[FUNCTION_VARIABLE])
     folder = Path(os.environ[FOLDER_VARIABLE])
     await _call_tool(folder)
-    reward = float(await function(chat, row))
+    reward = reward_of(await function(chat, row), {}).total
     await _call_tool(folder)
     chat.metric(EARNED, 1.0 + reward)
     return reward

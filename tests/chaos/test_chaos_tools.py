@@ -16,11 +16,12 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.user_code.environment_host.host import HostedChat
 from offbeat.learner.leases.events import Accepted
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.chaos import tools as chaos_tools
 from tests.chaos.chaos import made_up, run_chaos
-from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
+from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play, play_outside
 from tests.chaos.tools import Tools
 from tests.learner.leases.event_makers import make_accepted
 from tests.process_ends import kill_and_wait
@@ -68,6 +69,25 @@ def test_reward_that_was_given_is_repeated_and_never_0(tools: Tools, returns: ob
     except NoRoom:
         assert returns == "no room"
     assert chat.episode.metrics == {EARNED: reward + 1.0}
+
+
+def test_environment_with_a_python_of_its_own_repeats_its_reward_and_its_tools_can_be_down(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asks(chat: HostedChat, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": 1.0, "short": row["short"]}
+
+    monkeypatch.setattr(sys.modules[__name__], "game", asks)
+    start = {"url": "", "episode": "1/0/0", "seed": 0, "prompt": "", "is_evaluation": False}
+    chat = HostedChat(start)
+    assert asyncio.run(play_outside(chat, {"short": 0.5})) == 1.5
+    assert chat.metrics == {EARNED: 2.5}
+
+    def meanwhile(seconds: float) -> None:
+        with pytest.raises(RewardUnavailable):
+            asyncio.run(play_outside(HostedChat(start), {"short": 0.5}))
+
+    assert tools.be_down(0.2, meanwhile).has_hit
 
 
 def test_reward_that_no_episode_earned_is_found() -> None:
