@@ -348,8 +348,7 @@ def _lag_table(report: Report) -> FittedTable:
             counts[shown[min(int(lag), MAX_SHOWN_LAG)]] += count
         shares = [f"{counts[lag] / row.num_trained:.0%}" if counts[lag] else "" for lag in shown]
         table.add_row(
-            *(name, row.label, number(row.lag_mean, ".2f"), number(row.lag_max, "d"), number(row.over_bound, ".1%")),
-            *shares,
+            *(name, row.label, number(row.lag_mean, ".2f"), number(row.lag_max, "d"), number(row.over_bound, ".1%")), *shares
         )
     return FittedTable(table)
 

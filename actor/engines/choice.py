@@ -51,10 +51,7 @@ def engine_class(name: Literal["auto", "vllm", "transformers"]) -> "type[VllmEng
         name = "vllm" if _is_vllm_installed() else "transformers"
     if name == "vllm" and not _is_vllm_installed():
         raise SettingError(
-            "actor.engine",
-            name,
-            "vLLM is not installed",
-            'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".',
+            "actor.engine", name, "vLLM is not installed", 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".'
         )
     with fast_imports():
         if name == "vllm":

@@ -121,10 +121,7 @@ class Episodes:
         self._counts["turns"] += 1
         episode.turn_started_at = self._clock()
         answer = messages.TurnSampled(
-            episode=episode.name,
-            turn=number,
-            token_ids=completion.token_ids.tolist(),
-            finish_reason=completion.finish_reason,
+            episode=episode.name, turn=number, token_ids=completion.token_ids.tolist(), finish_reason=completion.finish_reason
         )
         self._workers.send(episode.name, answer)
 

@@ -43,12 +43,7 @@ def run_program(
     stop: threading.Event,
 ) -> Result:
     """Run a program to its end. Raise `RewardUnavailable` when the sandbox fails, `OSError` when it cannot be started."""
-    limits = {
-        "RLIMIT_AS": memory_mb << 20,
-        "RLIMIT_FSIZE": DISK_BYTES,
-        "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
-    }
+    limits = {"RLIMIT_AS": memory_mb << 20, "RLIMIT_FSIZE": DISK_BYTES, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
     process = subprocess.Popen(
         launch.command,
         stdin=subprocess.PIPE,

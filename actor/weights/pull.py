@@ -121,11 +121,7 @@ def _chunks(pull: WeightPull, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _fetch(
-    pull: WeightPull,
-    parts: list[_Part],
-    store: _Store,
-    open_link: Callable[[str], Link],
-    is_superseded: Callable[[], bool],
+    pull: WeightPull, parts: list[_Part], store: _Store, open_link: Callable[[str], Link], is_superseded: Callable[[], bool]
 ) -> None:
     host = f"[{pull.host}]" if ":" in pull.host else pull.host
     try:

@@ -133,10 +133,7 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         "set reward.overlong_buffer",
     )
     yield _Reader(
-        ("loss.dual_clip",),
-        not loss.function,
-        "loss.function takes the place of the objective",
-        "remove loss.function",
+        ("loss.dual_clip",), not loss.function, "loss.function takes the place of the objective", "remove loss.function"
     )
     yield _Reader(
         ("kl.estimator",),

@@ -45,12 +45,7 @@ from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import check_hub_names, check_inputs, check_rows
 from offbeat.deploy.checks.model_folders import check_engine_model, check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
-from offbeat.deploy.checks.user_functions import (
-    check_functions,
-    check_learner_functions,
-    check_reward,
-    learner_functions,
-)
+from offbeat.deploy.checks.user_functions import check_functions, check_learner_functions, check_reward, learner_functions
 from offbeat.deploy.local.plan import uses_vllm
 from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 

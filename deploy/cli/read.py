@@ -118,8 +118,7 @@ def trace_command(
 
 
 def drift_command(
-    run: RunFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 ) -> None:
     """Show how staleness affected a run: the drift at each policy lag, and any bias in the groups trained on."""
     from offbeat.lab.drift import print_drift

@@ -149,12 +149,7 @@ class Run:
             with self._log.open("ab") as log:
                 # Its own process group: an interrupt of the kernel goes to the kernel's whole group.
                 process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    process_group=0,
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
                 )
         except OSError as error:
             self._started.set_exception(error)

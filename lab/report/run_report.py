@@ -19,12 +19,7 @@ from offbeat.common.settings.objectives import DEFAULTS
 from offbeat.lab import drift
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
-from offbeat.lab.report.sections import (
-    evaluation_samples_sections,
-    evaluation_sections,
-    health_section,
-    samples_section,
-)
+from offbeat.lab.report.sections import evaluation_samples_sections, evaluation_sections, health_section, samples_section
 from offbeat.lab.run_summary import RunSettings, read_settings, state_without_end
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
@@ -283,11 +278,7 @@ def _drift(lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> page.Page
 
 
 def _rollouts(history: RunHistory) -> page.PageSection:
-    plots = (
-        run_plots.completion_lengths(history),
-        run_plots.throughput(history),
-        run_plots.where_time_went(history),
-    )
+    plots = (run_plots.completion_lengths(history), run_plots.throughput(history), run_plots.where_time_went(history))
     return page.PageSection("Rollouts and time", "Who waits for whom, and is anything biased away?", [page.Grid(plots)])
 
 

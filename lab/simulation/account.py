@@ -133,14 +133,7 @@ class Move(NamedTuple):
 class Scaling:
     """Owns the wanted number of actors, and what is measured for the policy."""
 
-    def __init__(
-        self,
-        scale: ScaleSection,
-        num_actors: int,
-        num_slots: int,
-        *,
-        start_s: float,
-    ) -> None:
+    def __init__(self, scale: ScaleSection, num_actors: int, num_slots: int, *, start_s: float) -> None:
         """
         Args:
             scale: Settings of the policy.

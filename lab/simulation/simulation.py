@@ -145,11 +145,7 @@ class Simulation:
             generator=of_groups,
         )
         self._transfer = WeightTransfer(
-            self._clock,
-            self._actors,
-            Draws(of_syncs, timings.sync_s.tolist()),
-            swap_s=timings.swap_s,
-            check_s=timings.check_s,
+            self._clock, self._actors, Draws(of_syncs, timings.sync_s.tolist()), swap_s=timings.swap_s, check_s=timings.check_s
         )
         self._scaling = scaling
         self._num_starting = 0

@@ -215,10 +215,7 @@ _LATE = tuple((task, lag) for task in ("reversal", "reversal_moe", "progression"
 
 CLAIMS = (
     Claim("Sequence ratios tolerate a high lag better than token ratios do (GSPO)", _over("gspo", "grpo", *_LATE)),
-    Claim(
-        "The same of weights without a clip",
-        _over("reinforce + sequence_tis", "reinforce + token_tis", *_LATE),
-    ),
+    Claim("The same of weights without a clip", _over("reinforce + sequence_tis", "reinforce + token_tis", *_LATE)),
     Claim("Tapering by the whole completion (TOPR) tolerates a high lag better than `gspo`", _over("topr", "gspo", *_LATE)),
     Claim("`topr` is better than `vespo` at a high lag", _over("topr", "vespo", *_LATE)),
     Claim(

@@ -60,12 +60,7 @@ class ExactSampler:
 
     @torch.inference_mode()
     def sample(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        num_each: int,
-        max_new_tokens: int,
-        generator: torch.Generator,
+        self, prompts: Sequence[NDArray[np.int32]], *, num_each: int, max_new_tokens: int, generator: torch.Generator
     ) -> list[Sampled]:
         """Return `num_each` completions of each prompt, those of a prompt next to each other, sampled at temperature 1.
 

@@ -43,8 +43,7 @@ CAUSES: dict[str, Cause] = {
         "Free space, or lower log.min_free_mb.",
     ),
     "no_actor": Cause(
-        "No actor is connected.",
-        "Start one with `offbeat actor`. `offbeat status` lists actors that were refused.",
+        "No actor is connected.", "Start one with `offbeat actor`. `offbeat status` lists actors that were refused."
     ),
     "actors_lost": Cause(
         f"An actor was lost {OFTEN_LOST} times within {OFTEN_LOST_S / 60:g} minutes because it was silent.",

@@ -101,11 +101,7 @@ def _with_system_prompt(messages: list[Message], row: DataRow, data: DataSection
 
 
 def _apply_template(
-    messages: list[Message],
-    tools: list[dict[str, Any]],
-    row: DataRow,
-    data: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message], tools: list[dict[str, Any]], row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> NDArray[np.int32]:
     if tokenizer.chat_template is None:
         raise SettingError("data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false.")

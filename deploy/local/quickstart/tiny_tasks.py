@@ -112,12 +112,7 @@ def shown_game(row: dict[str, Any], generator: random.Random) -> tuple[str, str]
     prompt, table = row["prompt"], row["table"]
     kind = generator.randrange(4)
     first = prompt[0]
-    keys = (
-        [first, table[first]],
-        [first],
-        generator.choices(KEYS, k=generator.randrange(1, MAX_TURNS)),
-        [],
-    )[kind]
+    keys = ([first, table[first]], [first], generator.choices(KEYS, k=generator.randrange(1, MAX_TURNS)), [])[kind]
     found = [table[key] for key in keys]
     digit = found[-1] if found and found[-1] in DIGITS else generator.choice(DIGITS)
     looked = "".join(f"?{key}{entry}" for key, entry in zip(keys, found, strict=True))
@@ -255,11 +250,7 @@ class Calculator(NamedTuple):
 
 
 def _draw_calculation(generator: random.Random) -> tuple[int, str, int]:
-    return (
-        generator.randint(*OPERANDS),
-        generator.choice([*TOOLS]),
-        generator.randint(*OPERANDS),
-    )
+    return (generator.randint(*OPERANDS), generator.choice([*TOOLS]), generator.randint(*OPERANDS))
 
 
 def _calculate(a: int, sign: str, b: int) -> int:
