@@ -17,9 +17,9 @@ BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver, on Linux and in Windows' subsystem for it."""
-
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Microseconds of processors that this container has in each period, and the period; "max" is no limit."""
+
 CPU_DEFAULTS = {
     # Several processes share the cores; with two threads each they ran ten times slower. `use_every_core` is the exception.
     "OMP_NUM_THREADS": "1",
@@ -37,7 +37,6 @@ CPU_DEFAULTS = {
 """Environment variables of processes that compute on the CPU, unless the user has set them."""
 DEFAULT_THREADS_VARIABLE = "OFFBEAT_DEFAULT_THREADS"
 """Environment variable that is set where the user has not set "OMP_NUM_THREADS"; child processes inherit it."""
-
 LARGE_MODEL_BYTES = 64 << 20
 """Size of weight files from which several threads compute faster than one."""
 

@@ -20,7 +20,7 @@ from offbeat.common.user_code.environment_function import load_environment
 ENVIRONMENT = f"{__name__}:play"
 """This environment, as `task.environment` names it."""
 OUTSIDE = f"{__name__}:play_outside"
-"""The same for a run whose environment has a Python of its own."""
+"""This is the name where the run's environment has a Python of its own."""
 FUNCTION_VARIABLE = "CHAOS_ENVIRONMENT"
 """Environment variable with the run's own `task.environment`. Environments outside get none that begins with "OFFBEAT_"."""
 FOLDER_VARIABLE = "CHAOS_TOOLS"

@@ -53,6 +53,20 @@ def test_run_that_is_over_is_told_without_asking(tmp_path: Path, capsys: pytest.
     assert ended.health == {"no_signal": "No signal. Look at it."}
 
 
+def test_wall_time_of_a_resumed_run_is_that_of_its_processes_without_the_time_between_them(tmp_path: Path) -> None:
+    ledger = LedgerSums(leased=0, trained=0, dropped={}, expired=0, in_flight=0)
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(EventRow(time=1000.0, event="run_started", detail=""))
+        metrics.write(StepRow(time=1060.0, policy_version=1, metrics={}))
+        metrics.write(EventRow(time=4600.0, event="run_started", detail=""))
+        metrics.write(StepRow(time=4620.0, policy_version=2, metrics={}))
+        # It had worked for ten seconds before its first row.
+        metrics.write(FinalRow(time=4630.0, policy_version=2, wall_s=40.0, ledger=ledger, outcome="finished", detail=""))
+    end = read_end(tmp_path)
+    assert end is not None
+    assert end.wall_s == 60 + 40
+
+
 def test_run_that_was_resumed_and_killed_is_asked_and_then_told_by_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
