@@ -1,8 +1,8 @@
 """Loading and saving of the learner's models, checks that the policy can be trained, and compilation of its layers.
 
-Decoder layers are compiled one by one: the second takes the code of the first, and the head and the loss around them stay as
-they are. torch.compile fuses a layer's norms, rotations and activations, which are bound by memory. Shapes are dynamic, because
-each pack has another number of tokens.
+Decoder layers are compiled one by one: the second takes the code of the first, and the loss around them stays as it is.
+torch.compile fuses what is bound by memory: a layer's norms, rotations and activations, and in the output layer what follows
+the matrix products. Shapes are dynamic, because each pack has another number of tokens.
 """
 
 import importlib.util
@@ -177,17 +177,18 @@ def _obstacle_here(config: Config, device: torch.device) -> str | None:
     return compile_obstacle(config)
 
 
-def compile_layers(policy: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile each decoder layer at its first use, in place; names and parameters stay.
+def compile_layers(module: CompletionLogprobs, *, backend: str = "inductor") -> None:
+    """Compile each decoder layer and the output layer's work at its first use, in place; names and parameters stay.
 
-    A layer that torch cannot compile runs as before, with a warning.
+    What torch cannot compile runs as before, with a warning.
     """
     torch._dynamo.config.suppress_errors = True
     torch._dynamo.config.recompile_limit = max(MAX_VARIANTS, torch._dynamo.config.recompile_limit)
-    layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [layer for layer in module.policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
-    logger.info("compiling %d decoder layers at their first use", len(layers))
+    module.head.compile_work(backend)
+    logger.info("compiling %d decoder layers and the output layer at their first use", len(layers))
 
 
 def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tensor]:

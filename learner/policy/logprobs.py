@@ -1,6 +1,6 @@
 """Log-probs of given tokens under a causal language model, computed without the logits of a whole batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -39,6 +39,48 @@ def _to_device(packed: Packed) -> Tensor:
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits in memory at once: 64 MiB in float32, such as 8,192 tokens by 2,048 entries of the vocabulary."""
+ALIGNED = 128
+"""Chunks of the vocabulary start at multiples of this: a GPU multiplies matrices at a fraction of its speed where rows do not
+start at multiples of some bytes."""
+
+
+class HeadSettings(NamedTuple):
+    """How an output layer's states become log-probs; see `token_logprobs`."""
+
+    temperature: float = 1.0
+    max_chunk_logits: int = MAX_CHUNK_LOGITS
+    fp32_head: bool = False
+    with_entropy: bool = False
+    softcap: float | None = None
+
+
+class ChunkSums(NamedTuple):
+    """What is known of each token's distribution after some chunks of the vocabulary, `[num_tokens]` each.
+
+    Sums over chunks are float64: it costs little, and there may be many chunks.
+    """
+
+    target_logits: Tensor
+    """The logit of the given token, float32; 0 as long as its chunk has not come."""
+    log_normalizers: Tensor
+    mean_logits: Tensor
+    """The mean of the logits under the distribution so far; 0 unless the entropy is wanted."""
+
+
+class Targets(NamedTuple):
+    """The given tokens, as one chunk of the vocabulary sees them."""
+
+    inside: Tensor
+    """Whether each token is in the chunk, `[num_tokens]`."""
+    columns: Tensor
+    """Its column there, 0 if it is not, `[num_tokens, 1]`."""
+
+
+class ChunkWork(NamedTuple):
+    """The two functions that do all of a chunk's work but its matrix products, as they are or compiled."""
+
+    add: Callable[[Tensor, Targets, ChunkSums, HeadSettings], ChunkSums]
+    differentiate: Callable[..., Tensor]
 
 
 def token_logprobs(
@@ -46,12 +88,8 @@ def token_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     token_ids: Tensor,
-    *,
-    temperature: float,
-    max_chunk_logits: int = MAX_CHUNK_LOGITS,
-    fp32_head: bool = False,
-    with_entropy: bool = False,
-    softcap: float | None = None,
+    settings: HeadSettings,
+    work: ChunkWork | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log p_t(y_t)` and the entropy `H_t = -sum_v p_t(v) log p_t(v)` of `p_t = softmax(z_t / temperature)`.
 
@@ -69,7 +107,7 @@ def token_logprobs(
     gradient is then final for each chunk, and the sums over chunks are no larger than the states.
     """
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy, softcap
+        hidden_states, weight, bias, token_ids, settings, work or ChunkWork(_add_chunk, _differentiate_chunk)
     )
 
 
@@ -83,38 +121,20 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token_ids: Tensor,
-        temperature: float,
-        max_chunk_logits: int,
-        fp32_head: bool,
-        with_entropy: bool,
-        softcap: float | None,
+        settings: HeadSettings,
+        work: ChunkWork,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.settings = (temperature, max_chunk_logits, fp32_head, softcap)
-        states = hidden_states.float() if fp32_head else hidden_states
-        target_logits = states.new_zeros(len(states), dtype=torch.float32)
-        # Sums over chunks are float64: it costs little, and there may be many chunks.
-        log_normalizers = torch.full_like(target_logits, -torch.inf, dtype=torch.float64)
-        mean_logits = torch.zeros_like(log_normalizers)
-        for chunk in _chunks(weight, len(states), max_chunk_logits):
-            logits = _logits(
-                states, weight[chunk].to(states.dtype), None if bias is None else bias[chunk], temperature, softcap
-            )
-            inside, columns = _columns(token_ids, chunk)
-            target_logits = torch.where(inside, logits.gather(1, columns).squeeze(1), target_logits)
-            largest = logits.amax(dim=1, keepdim=True)
-            shifted = logits.sub_(largest)
-            exponentials = shifted.exp() if with_entropy else shifted.exp_()
-            totals, largest = exponentials.sum(dim=1).double(), largest.squeeze(1).double()
-            of_chunk = largest + totals.log()
-            updated = torch.logaddexp(log_normalizers, of_chunk)
-            if with_entropy:
-                mean_of_chunk = largest + torch.linalg.vecdot(exponentials, shifted).double() / totals
-                mean_logits = mean_logits * (log_normalizers - updated).exp() + mean_of_chunk * (of_chunk - updated).exp()
-            log_normalizers = updated
-        logprobs = (target_logits - log_normalizers).float()
-        entropies = (log_normalizers - mean_logits).float() if with_entropy else None
-        ctx.save_for_backward(hidden_states, weight, bias, token_ids, log_normalizers.float(), entropies)
+        ctx.settings, ctx.work = settings, work
+        states = hidden_states.float() if settings.fp32_head else hidden_states
+        zeros = states.new_zeros(len(states), dtype=torch.float64)
+        sums = ChunkSums(zeros.float(), zeros - torch.inf, zeros)
+        for chunk in _chunks(weight, len(states), settings.max_chunk_logits):
+            _, product = _product(states, weight, bias, chunk)
+            sums = work.add(product, _targets(token_ids, chunk), sums, settings)
+        logprobs = (sums.target_logits - sums.log_normalizers).float()
+        entropies = (sums.log_normalizers - sums.mean_logits).float() if settings.with_entropy else None
+        ctx.save_for_backward(hidden_states, weight, bias, token_ids, sums.log_normalizers.float(), entropies)
         return logprobs, entropies
 
     @staticmethod
@@ -124,32 +144,19 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropies = gradients
         hidden_states, weight, bias, token_ids, log_normalizers, entropies = ctx.saved_tensors
-        temperature, max_chunk_logits, fp32_head, softcap = ctx.settings
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        states = hidden_states.float() if fp32_head else hidden_states
+        states = hidden_states.float() if ctx.settings.fp32_head else hidden_states
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_normalizers)
         grad_states = torch.zeros_like(states, dtype=torch.float32) if needs_states else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        for chunk in _chunks(weight, len(states), max_chunk_logits):
-            chunk_weight = weight[chunk].to(states.dtype)
-            logits = _logits(states, chunk_weight, None if bias is None else bias[chunk], temperature, softcap)
-            slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
-            chunk_logprobs = logits.sub_(log_normalizers[:, None])
-            if grad_entropies is None:
-                grad_logits = chunk_logprobs.exp_().mul_(-grad_logprobs[:, None])
-            else:
-                probabilities = chunk_logprobs.exp()
-                grad_logits = chunk_logprobs.add_(entropies[:, None]).mul_(-grad_entropies[:, None])
-                grad_logits.sub_(grad_logprobs[:, None]).mul_(probabilities)
-                del probabilities
-            inside, columns = _columns(token_ids, chunk)
-            grad_logits.scatter_add_(1, columns, torch.where(inside, grad_logprobs, 0.0)[:, None])
-            if temperature != 1.0:
-                grad_logits.div_(temperature)
-            if slope is not None:
-                grad_logits.mul_(slope)
+        for chunk in _chunks(weight, len(states), ctx.settings.max_chunk_logits):
+            chunk_weight, product = _product(states, weight, bias, chunk)
+            targets = _targets(token_ids, chunk)
+            grad_logits = ctx.work.differentiate(
+                product, targets, log_normalizers, entropies, grad_logprobs, grad_entropies, ctx.settings
+            )
             if grad_bias is not None:
                 grad_bias[chunk] = grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
@@ -162,30 +169,82 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight[chunk] = grad_logits.T @ states
         if grad_states is not None:
             grad_states = grad_states.to(hidden_states.dtype)
-        return grad_states, grad_weight, grad_bias, *[None] * 6
+        return grad_states, grad_weight, grad_bias, *[None] * 3
 
 
 def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[slice]:
     """Split the vocabulary into slices whose logits and whose part of the weight have at most `max_chunk_logits` numbers."""
     size = max(1, max_chunk_logits // max(num_tokens, weight.shape[1]))
+    size -= size % ALIGNED if size > ALIGNED else 0
     for start in range(0, len(weight), size):
         yield slice(start, min(start + size, len(weight)))
 
 
-def _logits(
-    states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, temperature: float, softcap: float | None
-) -> Tensor:
-    """Return logits `[num_tokens, chunk]` float32, which the caller may overwrite."""
-    logits = F.linear(states, chunk_weight, None if chunk_bias is None else chunk_bias.to(states.dtype)).float()
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Return a chunk's part of the weight and its product with the states, `[num_tokens, chunk]`, both in the states' dtype."""
+    chunk_weight = weight[chunk].to(states.dtype)
+    return chunk_weight, F.linear(states, chunk_weight, None if bias is None else bias[chunk].to(states.dtype))
 
 
-def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Return whether each token is in the chunk, `[num_tokens]`, and its column there (0 if not), `[num_tokens, 1]`."""
+def _targets(token_ids: Tensor, chunk: slice) -> Targets:
     inside = (token_ids >= chunk.start) & (token_ids < chunk.stop)
-    return inside, torch.where(inside, token_ids - chunk.start, 0)[:, None]
+    return Targets(inside, torch.where(inside, token_ids - chunk.start, 0)[:, None])
+
+
+def _logits(product: Tensor, settings: HeadSettings) -> Tensor:
+    """Return a chunk's logits in float32; they may take the product's place in memory."""
+    logits = product.float()
+    if settings.softcap is not None:
+        logits = logits.div_(settings.softcap).tanh_().mul_(settings.softcap)
+    return logits if settings.temperature == 1.0 else logits.div_(settings.temperature)
+
+
+def _add_chunk(product: Tensor, targets: Targets, sums: ChunkSums, settings: HeadSettings) -> ChunkSums:
+    """Return the sums with a chunk more; `product` is overwritten."""
+    logits = _logits(product, settings)
+    found = torch.where(targets.inside, logits.gather(1, targets.columns).squeeze(1), sums.target_logits)
+    largest = logits.amax(dim=1, keepdim=True)
+    shifted = logits.sub_(largest)
+    exponentials = shifted.exp() if settings.with_entropy else shifted.exp_()
+    totals, largest = exponentials.sum(dim=1).double(), largest.squeeze(1).double()
+    of_chunk = largest + totals.log()
+    normalizers = torch.logaddexp(sums.log_normalizers, of_chunk)
+    if not settings.with_entropy:
+        return ChunkSums(found, normalizers, sums.mean_logits)
+    mean = largest + torch.linalg.vecdot(exponentials, shifted).double() / totals
+    mean = sums.mean_logits * (sums.log_normalizers - normalizers).exp() + mean * (of_chunk - normalizers).exp()
+    return ChunkSums(found, normalizers, mean)
+
+
+def _differentiate_chunk(
+    product: Tensor,
+    targets: Targets,
+    log_normalizers: Tensor,
+    entropies: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
+    settings: HeadSettings,
+) -> Tensor:
+    """Return the gradient with respect to `product`, `[num_tokens, chunk]` float32; `product` is overwritten."""
+    logits = _logits(product, settings)
+    slope = None if settings.softcap is None else 1 - (logits * (settings.temperature / settings.softcap)).square_()
+    chunk_logprobs = logits.sub_(log_normalizers[:, None])
+    if grad_entropies is None or entropies is None:
+        grad_logits = chunk_logprobs.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        probabilities = chunk_logprobs.exp()
+        grad_logits = chunk_logprobs.add_(entropies[:, None]).mul_(-grad_entropies[:, None])
+        grad_logits.sub_(grad_logprobs[:, None]).mul_(probabilities)
+    of_targets = torch.where(targets.inside, grad_logprobs, 0.0)[:, None]
+    if torch.compiler.is_compiling():
+        # Without atomic additions all of this is one kernel.
+        is_target = targets.columns == torch.arange(grad_logits.shape[1], device=grad_logits.device)
+        grad_logits = grad_logits + torch.where(is_target, of_targets, 0.0)
+    else:
+        grad_logits.scatter_add_(1, targets.columns, of_targets)
+    if settings.temperature != 1.0:
+        grad_logits = grad_logits.div_(settings.temperature)
+    return grad_logits if slope is None else grad_logits.mul_(slope)
 
 
 class LogitRule(NamedTuple):
@@ -216,23 +275,29 @@ class CompletionHead(nn.Module):
         self.output_layer = output_layer
         self._max_chunk_logits = max_chunk_logits
         self._fp32_head = fp32_head
+        self._work: ChunkWork | None = None
+
+    def compile_work(self, backend: str) -> None:
+        """Compile what follows the matrix products, which is bound by memory, into one kernel."""
+        self._work = ChunkWork(
+            *(torch.compile(part, dynamic=True, backend=backend) for part in (_add_chunk, _differentiate_chunk))
+        )
 
     def forward(self, hidden_states: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
         """See `token_logprobs`; entropies only where gradients are computed."""
         # Use the layer's parameters, not the layer: under ZeRO-3 each call gathers its weight, a collective, and ranks have
         # different numbers of chunks.
-        return token_logprobs(
-            hidden_states,
-            self.output_layer.weight,
-            self.output_layer.bias,
-            token_ids,
-            temperature=temperature / self._rule.factor,
-            max_chunk_logits=self._max_chunk_logits,
-            fp32_head=self._fp32_head,
-            softcap=None if self._rule.softcap is None else self._rule.softcap / self._rule.factor,
+        softcap, factor = self._rule.softcap, self._rule.factor
+        settings = HeadSettings(
+            temperature / factor,
+            self._max_chunk_logits,
+            self._fp32_head,
             # Frozen passes need no entropy, and it costs them a chunk of logits more.
             with_entropy=torch.is_grad_enabled(),
+            softcap=None if softcap is None else softcap / factor,
         )
+        weight, bias = self.output_layer.weight, self.output_layer.bias
+        return token_logprobs(hidden_states, weight, bias, token_ids, settings, self._work)
 
 
 class CompletionLogprobs(nn.Module):

@@ -91,7 +91,7 @@ class Networks:
         if self.packs:
             use_newest_flash_attention(self.policy, place.device)
         if loading.compiles_layers(config, self.policy.config, place.device):
-            loading.compile_layers(self.policy)
+            loading.compile_layers(self.module)
         self._replay = make_replay(self.module, config.loss.routing_replay)
         kl = config.kl
         self._has_reference = bool(kl.loss_coef or kl.reward_coef)

@@ -60,7 +60,7 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
     prepare_environment()
     import torch
 
-    from offbeat.learner.policy.logprobs import token_logprobs
+    from offbeat.learner.policy.logprobs import HeadSettings, token_logprobs
 
     torch.manual_seed(0)
     states = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)
@@ -68,7 +68,7 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
     token_ids = torch.randint(VOCAB_SIZE, (num_tokens,))
     upstream = torch.randn(num_tokens)
     # The first call of each kernel is slow.
-    token_logprobs(states[:8], weight[:64], None, token_ids[:8] % 64, temperature=1.0)[0].sum().backward()
+    token_logprobs(states[:8], weight[:64], None, token_ids[:8] % 64, HeadSettings())[0].sum().backward()
     states.grad = weight.grad = None
     Path("/proc/self/clear_refs").write_text("5")
     held = peak_bytes()
@@ -79,15 +79,8 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
         logprobs = logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1)
         del logits
     else:
-        logprobs, entropies = token_logprobs(
-            states,
-            weight,
-            None,
-            token_ids,
-            temperature=1.0,
-            max_chunk_logits=variant.chunk_logits,
-            with_entropy=variant.with_entropy,
-        )
+        settings = HeadSettings(max_chunk_logits=variant.chunk_logits, with_entropy=variant.with_entropy)
+        logprobs, entropies = token_logprobs(states, weight, None, token_ids, settings)
     forward_s = time.perf_counter() - started
     ((logprobs * upstream).sum() + (0.0 if entropies is None else entropies.sum())).backward()
     ended, cpu_ended = time.perf_counter(), time.process_time()

@@ -79,7 +79,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
     """Run all groups; return the number of inputs and the sum of all log-probs."""
     import torch
 
-    from offbeat.learner.policy.logprobs import token_logprobs
+    from offbeat.learner.policy.logprobs import HeadSettings, token_logprobs
 
     policy = make_policy()
     rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
@@ -96,7 +96,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
             token_ids[index, :length] = torch.from_numpy(np.concatenate([prompt, completion]))
             predicting[index, len(prompt) - 1 : length - 1] = True
         states = policy.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state[predicting]
-        logprobs, _ = token_logprobs(states, policy.lm_head.weight, None, token_ids[:, 1:][predicting], temperature=1.0)
+        logprobs, _ = token_logprobs(states, policy.lm_head.weight, None, token_ids[:, 1:][predicting], HeadSettings())
         logprobs.sum().backward()
         num_inputs += predicting.numel()
         checksum += logprobs.sum().item()

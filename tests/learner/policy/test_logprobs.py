@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
+from offbeat.learner.policy.logprobs import ALIGNED, CompletionLogprobs, HeadSettings, _chunks, token_logprobs
 from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.protocols.payload import Turn
 from tests.families import FAMILIES, make_family
@@ -54,7 +54,7 @@ def exact(states: Tensor, weight: Tensor, bias: Tensor, token_ids: Tensor, tempe
 def test_logprobs_are_of_the_given_tokens_at_the_temperature():
     # One state, two tokens: logits (1, 3) at temperature 2 are (0.5, 1.5): p = (0.26894, 0.73106), H = 0.58220.
     states, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [3.0]])
-    logprobs, entropies = token_logprobs(states, weight, None, torch.tensor([0, 1]), temperature=2.0, with_entropy=True)
+    logprobs, entropies = token_logprobs(states, weight, None, torch.tensor([0, 1]), HeadSettings(2.0, with_entropy=True))
     torch.testing.assert_close(logprobs, torch.tensor([-1.31326, -0.31326]), rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, torch.tensor([0.58220, 0.58220]), rtol=0, atol=1e-5)
 
@@ -64,7 +64,7 @@ def test_logprobs_are_of_the_given_tokens_at_the_temperature():
 def test_values_and_gradients_are_exact_whatever_the_chunk(chunk_columns, with_entropy):
     inputs, token_ids = random_head()
     logprobs, entropies = token_logprobs(
-        *inputs, token_ids, temperature=0.7, max_chunk_logits=chunk_columns * 10, with_entropy=with_entropy
+        *inputs, token_ids, HeadSettings(0.7, max_chunk_logits=chunk_columns * 10, with_entropy=with_entropy)
     )
     expected, expected_entropies = exact(*inputs, token_ids, 0.7)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
@@ -79,12 +79,22 @@ def test_values_and_gradients_are_exact_whatever_the_chunk(chunk_columns, with_e
     )
 
 
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 5000, 151_936])
+@pytest.mark.parametrize("num_tokens", [1, 1000, 16_384, 200_000])
+def test_chunks_cover_the_vocabulary_and_start_where_a_gpu_multiplies_fast(vocab_size, num_tokens):
+    chunks = list(_chunks(torch.empty(vocab_size, 8, device="meta"), num_tokens, 2**24))
+    assert [index for chunk in chunks for index in range(chunk.start, chunk.stop)] == list(range(vocab_size))
+    assert all(num_tokens * (chunk.stop - chunk.start) <= 2**24 for chunk in chunks)
+    if 2**24 // num_tokens >= ALIGNED:
+        assert all(chunk.start % ALIGNED == 0 for chunk in chunks)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_capped_logits_have_their_values_and_gradients(with_entropy):
     inputs, token_ids = random_head()
     states, weight, bias = inputs
-    options: dict[str, Any] = {"temperature": 0.7, "with_entropy": with_entropy, "softcap": 1.5}
-    logprobs, entropies = token_logprobs(*inputs, token_ids, **options, max_chunk_logits=30)
+    settings = HeadSettings(0.7, max_chunk_logits=30, with_entropy=with_entropy, softcap=1.5)
+    logprobs, entropies = token_logprobs(*inputs, token_ids, settings)
     # 7 tokens of the vocabulary, whose capped logits an identity passes on.
     capped = 1.5 * torch.tanh((states.double() @ weight.double().T + bias.double()) / 1.5)
     expected, expected_entropies = exact(capped, torch.eye(7), torch.zeros(7), token_ids, 0.7)
@@ -100,7 +110,7 @@ def test_capped_logits_have_their_values_and_gradients(with_entropy):
 
 def test_the_entropy_alone_has_its_gradient():
     inputs, token_ids = random_head()
-    _, entropies = token_logprobs(*inputs, token_ids, temperature=1.3, max_chunk_logits=30, with_entropy=True)
+    _, entropies = token_logprobs(*inputs, token_ids, HeadSettings(1.3, max_chunk_logits=30, with_entropy=True))
     _, expected = exact(*inputs, token_ids, 1.3)
     assert entropies is not None
     torch.testing.assert_close(
@@ -126,7 +136,7 @@ class LargestTensor(TorchDispatchMode):
 def test_a_weight_that_is_not_trained_costs_no_gradient_and_the_states_get_theirs():
     (states, weight, bias), token_ids = random_head(vocab_size=512)
     frozen = weight.detach(), bias.detach()
-    logprobs, _ = token_logprobs(states, *frozen, token_ids, temperature=1.0, max_chunk_logits=300)
+    logprobs, _ = token_logprobs(states, *frozen, token_ids, HeadSettings(1.0, max_chunk_logits=300))
     with LargestTensor() as largest:
         (gradient,) = torch.autograd.grad(logprobs.sum(), [states])
     (expected,) = torch.autograd.grad(exact(states, *frozen, token_ids, 1.0)[0].sum(), [states])
@@ -140,7 +150,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_forward_or_backward(with_ent
     (states, weight, bias), token_ids = random_head(num_tokens=64, vocab_size=512)
     with LargestTensor() as largest:
         logprobs, entropies = token_logprobs(
-            states, weight, bias, token_ids, temperature=0.7, max_chunk_logits=2048, with_entropy=with_entropy
+            states, weight, bias, token_ids, HeadSettings(0.7, max_chunk_logits=2048, with_entropy=with_entropy)
         )
         (logprobs.sum() + (0.0 if entropies is None else entropies.sum())).backward()
     assert weight.grad is not None
@@ -149,7 +159,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_forward_or_backward(with_ent
 
 def test_bfloat16_states_give_float32_logprobs_and_bfloat16_gradients():
     inputs, token_ids = random_head(dtype=torch.bfloat16)
-    logprobs, _ = token_logprobs(*inputs, token_ids, temperature=1.0, max_chunk_logits=30)
+    logprobs, _ = token_logprobs(*inputs, token_ids, HeadSettings(1.0, max_chunk_logits=30))
     expected, _ = exact(*inputs, token_ids, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=0.05)
@@ -162,9 +172,9 @@ def test_bfloat16_states_give_float32_logprobs_and_bfloat16_gradients():
 def test_a_float32_head_on_bfloat16_states_rounds_no_logit():
     inputs, token_ids = random_head(hidden_size=64, dtype=torch.bfloat16)
     expected, expected_entropies = exact(*inputs, token_ids, 1.0)
-    rounded, _ = token_logprobs(*inputs, token_ids, temperature=1.0)
+    rounded, _ = token_logprobs(*inputs, token_ids, HeadSettings(1.0))
     logprobs, entropies = token_logprobs(
-        *inputs, token_ids, temperature=1.0, max_chunk_logits=30, fp32_head=True, with_entropy=True
+        *inputs, token_ids, HeadSettings(1.0, max_chunk_logits=30, fp32_head=True, with_entropy=True)
     )
     assert (rounded - expected).abs().max() > 1e-3
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-5)
