@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from offbeat.actor.engines.engine import check_options
 from offbeat.common.errors import SettingError
 from offbeat.common.models.routing import record_routing
-from offbeat.common.settings.library_options import RESERVED
+from offbeat.common.settings.library_options import RESERVED, SHARE_OPTIONS
 
 
 class FinishedCompletion(NamedTuple):
@@ -226,6 +226,9 @@ class OwnCaches:
     def __init__(self, model: PreTrainedModel, settings: BatchSettings) -> None:
         """Make no cache yet: each batch has its own, from its first pass to its end."""
         for name, value in settings.options.items():
+            if name == SHARE_OPTIONS["transformers"]:
+                # Without a paged cache no memory is set aside.
+                continue
             problem = f"{type(model).__name__} has no paged cache, which transformers' continuous batching needs"
             raise SettingError(f"actor.engine_options.{name}", value, problem, "Remove it.")
         self._model = model

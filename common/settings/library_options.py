@@ -107,6 +107,8 @@ def check_heads(size: int, *, num_heads: int, num_key_heads: int) -> None:
             raise SettingError(SETTING, size, problem, cure)
 
 
+SHARE_OPTIONS = {"vllm": "gpu_memory_utilization", "transformers": "max_memory_percent"}
+"""The option of each engine that says which part of a GPU's memory it may take."""
 RESERVED = {
     "vllm": {
         "model": "it is model.path",

@@ -18,7 +18,7 @@ from offbeat.common.settings.library_options import SETTING, check_heads
 from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.local.devices import find_gpus
 from offbeat.deploy.local.model_sizes import EAGER_TYPES
-from offbeat.deploy.local.plan import uses_vllm
+from offbeat.deploy.local.plan import engine_here
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _INDEX = "model.safetensors.index.json"
@@ -57,7 +57,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 def check_engine_model(config: Config) -> Iterator[Finding]:
     """Find a model that vLLM has no class for, or whose heads none of its kernels for GPUs takes."""
-    if not config.model.path or not uses_vllm(config):
+    if not config.model.path or engine_here(config) != "vllm":
         return
     try:
         fields = msgspec.json.decode(find_config(config.model.path) or b"{}", type=dict[str, Any])

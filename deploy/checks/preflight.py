@@ -46,7 +46,7 @@ from offbeat.deploy.checks.inputs import check_hub_names, check_inputs, check_ro
 from offbeat.deploy.checks.model_folders import check_engine_model, check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
 from offbeat.deploy.checks.user_functions import check_functions, check_learner_functions, check_reward, learner_functions
-from offbeat.deploy.local.plan import uses_vllm
+from offbeat.deploy.local.plan import engine_here
 from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ _SIMPLE = {"int": int, "float": (int, float), "str": str, "bool": bool}
 def check_engine_options(config: Config) -> Iterator[Finding]:
     """Find options that are unknown or not for users, values of a wrong type, and an engine that is not installed."""
     name = config.actor.engine
-    engine = "vllm" if uses_vllm(config) else "transformers"
+    engine = engine_here(config)
     if name == "vllm" != engine:
         cure = 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".'
         yield mistake("actor.engine", name, "vLLM is not installed", cure)

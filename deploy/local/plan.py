@@ -11,21 +11,23 @@ own what others allocate. So the learner takes its part first, and the actors of
 import importlib.util
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, READY_VARIABLE
 from offbeat.common.settings.config import Config
+from offbeat.common.settings.library_options import SHARE_OPTIONS
 from offbeat.deploy.local import memory
 from offbeat.deploy.local.devices import VISIBLE, Gpu, Inventory, find_gpus
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
-RESERVE = 0.05
-"""Part of a shared GPU that is promised to nobody, because the sums are estimates."""
 ENGINE_SHARE = 0.92
 """vLLM's share of a GPU without `gpu_memory_utilization`."""
 UNKNOWN_SHARE = 0.5
 """The learner's part of a shared GPU when the model's sizes are not known."""
+
+
+Engine = Literal["vllm", "transformers"]
 
 
 class ActorPlace(NamedTuple):
@@ -33,7 +35,7 @@ class ActorPlace(NamedTuple):
 
     gpus: tuple[int, ...]
     share: float | None = None
-    """The `gpu_memory_utilization` that the plan gives it; None: the option's, or the engine's own."""
+    """The part of its GPUs' memory that the plan gives it; None: the option's, or the engine's own."""
 
 
 class DevicePlan(NamedTuple):
@@ -47,6 +49,7 @@ class DevicePlan(NamedTuple):
     actors: tuple[ActorPlace, ...]
     can_use_nccl: bool
     """True if no two processes of the weights' broadcast share a GPU, which NCCL refuses."""
+    engine: Engine = "vllm"
     notes: tuple[str, ...] = ()
     """The plan in words, a line each."""
     warnings: tuple[str, ...] = ()
@@ -68,15 +71,16 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     if not inventory.gpus or not config.model.path:
         check_indices(config, len(inventory.gpus))
         return None, inventory
-    return make_plan(config, inventory.gpus, model_sizes(config.model.path), has_vllm=uses_vllm(config)), inventory
+    return make_plan(config, inventory.gpus, model_sizes(config.model.path), engine_here(config)), inventory
 
 
-def uses_vllm(config: Config) -> bool:
-    """Return whether actors in this environment sample with vLLM."""
-    return config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
+def engine_here(config: Config) -> Engine:
+    """Return the engine with which actors in this environment sample."""
+    has_vllm = config.actor.engine != "transformers" and importlib.util.find_spec("vllm") is not None
+    return "vllm" if has_vllm else "transformers"
 
 
-def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *, has_vllm: bool = True) -> DevicePlan:
+def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, engine: Engine = "vllm") -> DevicePlan:
     """Return the plan of these settings on these GPUs, of which there is at least one.
 
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
@@ -92,10 +96,10 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *
         for gpu in learner:
             warnings += memory.check_learner(config, need, gpus[gpu], sizes)
     taken = need.num_bytes if need else UNKNOWN_SHARE * min(gpus[gpu].free_bytes for gpu in learner)
-    shares = _Shares(config, gpus, dict.fromkeys(learner, taken), places)
-    # The other engine takes a part of what is free when it starts.
-    actors = tuple(ActorPlace(place, shares.of(place) if has_vllm else None) for place in places)
-    if need and sizes and has_vllm:
+    shares = _Shares(gpus, dict.fromkeys(learner, taken), places, config.actor.engine_options.get(SHARE_OPTIONS[engine]))
+    # transformers takes such a part of what is free when it starts, so never more than its share.
+    actors = tuple(ActorPlace(place, shares.of(place)) for place in places)
+    if need and sizes and engine == "vllm":
         for index in range(len(actors)):
             warnings += memory.check_actor_share(config, memory.engine_need(config, sizes), shares.room(index), need, sizes)
     plan = DevicePlan(
@@ -104,6 +108,7 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, *
         int(taken) if any(gpu in learner for place in places for gpu in place) else None,
         actors,
         can_use_nccl=_can_use_nccl(config, gpus, [learner[0], *(place[0] for place in places)]),
+        engine=engine,
         warnings=tuple(dict.fromkeys(warnings)),
     )
     return plan._replace(notes=tuple(_describe(config, plan, need, sizes)))
@@ -147,12 +152,12 @@ class _Shares:
     """Divides each GPU's memory among those who are on it."""
 
     def __init__(
-        self, config: Config, gpus: tuple[Gpu, ...], taken: dict[int, float], places: tuple[tuple[int, ...], ...]
+        self, gpus: tuple[Gpu, ...], taken: dict[int, float], places: tuple[tuple[int, ...], ...], share: object
     ) -> None:
+        """`share` is the one that the user has set, None for none."""
         self._gpus = gpus
         self._taken = taken
         self._places = places
-        share = config.actor.engine_options.get("gpu_memory_utilization")
         self._explicit = float(share) if isinstance(share, int | float) else None
 
     def of(self, place: tuple[int, ...]) -> float | None:
@@ -175,7 +180,7 @@ class _Shares:
     def _bytes_of(self, gpu: int) -> float:
         """Return the memory of a GPU for each actor on it, when the learner has taken its part."""
         one = self._gpus[gpu]
-        reserve = RESERVE if gpu in self._taken or self._num_actors(gpu) > 1 else 0.02
+        reserve = GPU_RESERVE if gpu in self._taken or self._num_actors(gpu) > 1 else 0.02
         return (one.free_bytes - self._taken.get(gpu, 0.0) - reserve * one.total_bytes) / self._num_actors(gpu)
 
     def _num_actors(self, gpu: int) -> int:
@@ -216,7 +221,7 @@ def _describe(config: Config, plan: DevicePlan, need: memory.Need | None, sizes:
             for rank, place in enumerate(plan.learner)
             if place == index
         ]
-        option = config.actor.engine_options.get("gpu_memory_utilization")
+        option = config.actor.engine_options.get(SHARE_OPTIONS[plan.engine])
         for number, actor in enumerate(plan.actors):
             if index in actor.gpus:
                 share = actor.share or option
@@ -280,8 +285,9 @@ class DeviceTurns:
 
     def actor_settings(self, index: int) -> list[str]:
         """Return the settings that an actor gets beside those of the run."""
-        share = self._plan.actors[index].share if self._plan else None
-        return [] if share is None else [f"actor.engine_options.gpu_memory_utilization={share:g}"]
+        if self._plan is None or self._plan.actors[index].share is None:
+            return []
+        return [f"actor.engine_options.{SHARE_OPTIONS[self._plan.engine]}={self._plan.actors[index].share:g}"]
 
     def may_start(self, index: int, running: Set[int]) -> bool:
         """Return whether all who share an actor's GPUs, and are there, have taken their memory; `running`: actors by index."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
-from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, report_ready
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, report_ready
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.weights.collectives import local_address
@@ -76,11 +76,14 @@ def _choose_interface() -> None:
 def take_memory(device: torch.device) -> None:
     """Take this process's share of a GPU that actors share, then signal the launcher, which starts the actors only after that.
 
-    An engine measures at its start what is free; what the learner took later would be missing from the engine's part. Called
-    when the models are loaded: DeepSpeed hands cached memory back while it makes its engine.
+    An engine measures at its start what is free; what the learner took later would be missing from the engine's part. From here
+    on torch frees what it caches rather than take more than the share and the plan's reserve. Called when the models are
+    loaded: DeepSpeed hands cached memory back while it makes its engine.
     """
     num_bytes = launcher_number(GPU_BYTES_VARIABLE, 0)
     if num_bytes:
+        share = num_bytes / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share + GPU_RESERVE), device)
         # Freed at once, and kept by torch's allocator, which serves later tensors from it.
         torch.empty(max(0, num_bytes - torch.cuda.memory_reserved(device)), dtype=torch.uint8, device=device)
     report_ready()

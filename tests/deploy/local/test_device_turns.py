@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,8 +162,12 @@ def test_learner_takes_its_part_of_a_shared_gpu_and_then_tells_the_launcher(
     monkeypatch.setenv(GPU_BYTES_VARIABLE, "12345")
     monkeypatch.setenv(READY_VARIABLE, str(file))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 345)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=123450))
+    limits = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     process_group.take_memory(device)
     assert taken == [(12000, torch.uint8, device)]
+    assert limits == [(pytest.approx(0.15), device)], "its share, and the reserve"
     assert file.exists()
 
 

@@ -10,7 +10,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.local.memory import engine_need, learner_need, offloaded_bytes
 from offbeat.deploy.local.model_sizes import ModelSizes, sizes_of
-from offbeat.deploy.local.plan import DevicePlan, make_plan
+from offbeat.deploy.local.plan import DevicePlan, DeviceTurns, make_plan
 from tests.deploy.local.machines import GIB, QWEN3_8B, QWEN3_600M, TINY, machine
 
 ROOT = Path(__file__).parents[3]
@@ -227,9 +227,17 @@ def test_model_without_known_sizes_is_placed_and_nothing_is_refused() -> None:
     assert "the model's sizes are not known here, so the plan has no sums" in plan.notes
 
 
-def test_engine_without_stated_shares_gets_none() -> None:
-    plan = make_plan(load(None, BASE), machine(1, 24), SIZES["Qwen/Qwen3-0.6B"], has_vllm=False)
-    assert [actor.share for actor in plan.actors] == [None]
+def test_the_other_engine_gets_its_share_by_its_own_option(tmp_path: Path) -> None:
+    shared = make_plan(load(None, BASE), machine(1, 24), SIZES["Qwen/Qwen3-0.6B"], "transformers")
+    assert shared.actors == make_plan(load(None, BASE), machine(1, 24), SIZES["Qwen/Qwen3-0.6B"]).actors
+    share = shared.actors[0].share
+    assert DeviceTurns(shared, tmp_path).actor_settings(0) == [f"actor.engine_options.max_memory_percent={share:g}"]
+    alone = make_plan(load(None, BASE), machine(2, 24), SIZES["Qwen/Qwen3-0.6B"], "transformers")
+    assert DeviceTurns(alone, tmp_path).actor_settings(0) == []
+    options = [*BASE, "actor.engine_options.max_memory_percent=0.3"]
+    given = make_plan(load(None, options), machine(1, 24), SIZES["Qwen/Qwen3-0.6B"], "transformers")
+    assert DeviceTurns(given, tmp_path).actor_settings(0) == []
+    assert any("actor-0 7.2 GiB (0.3)" in note for note in given.notes)
 
 
 @pytest.mark.parametrize(
