@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.environment import BROKEN_VARIABLE, prepare_environment
 from offbeat.common.records.logs import CollapsingHandler
-from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
+from tests.gpu_report import Figures, describe_machine, outcomes_of, require_gpu, table
 from tests.process_ends import is_mapped
 
 # Before any test module imports transformers or vLLM.
@@ -128,6 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fast")
     if config.getoption("--gpu"):
         require_gpu()
+        config.pluginmanager.register(Figures(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -252,7 +253,6 @@ def _left_files(before: set[Path]) -> list[Path]:
 def _left_processes(mark: str) -> list[str]:
     started = {*processes.marked(MARK_VARIABLE, mark), *processes.descendants(os.getpid())} - {os.getpid()}
     lines = [f"{pid}: {' '.join(filter(None, processes.arguments(pid)))}" for pid in sorted(started)]
-    # Helpers of multiprocessing end with this process.
-    return [
-        line for line in lines if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line
-    ]
+    # Helpers of multiprocessing and of torch's compiler end with this process.
+    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+    return [line for line in lines if not any(helper in line for helper in helpers)]

@@ -34,6 +34,21 @@ def require_gpu() -> None:
         raise pytest.UsageError(NO_GPU.format(version=torch.__version__))
 
 
+class Figures:
+    """A plugin of pytest that prints the figures of each test when it ends: a run that is cut off keeps them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and report.when == "call":
+            for note in _notes(report):
+                reporter.ensure_newline()
+                reporter.write_line(f"{report.nodeid.partition('::')[2]}: {note}", flush=True)
+
+
 def describe_machine() -> dict[str, str]:
     """Return GPUs, driver and versions by name."""
     import torch

@@ -28,7 +28,8 @@ def start(folder: Path, *, records_experts: bool = False) -> Engine:
         max_model_len=64,
         hashes=ModelHashes("", "", ""),
         seed=3,
-        options={},
+        # Of a GPU, transformers would take nearly all memory for three completions.
+        options={"max_memory_percent": 0.1},
         records_experts=records_experts,
     )
 

@@ -42,6 +42,8 @@ LOOK_S = 0.1
 """Seconds between two looks at the processes."""
 STOP_S = 60.0
 """Longest time that the learner has for its last checkpoint once an actor has been given up."""
+TOLD_S = 3.0
+"""Seconds after the learner's end in which actors leave by themselves; it has told those that it knew."""
 LEAVE_S = 20.0
 """Seconds the actors may take to leave after the learner has ended."""
 FIRST_WAIT_S = 1.0
@@ -196,7 +198,7 @@ class Launcher:
             is_refused = status == USER_ERROR_STATUS and self._num_row_bytes() == num_bytes_before
             # Before the first step the actors of a stopped run have nothing to hand over.
             if status == 0 and not (self._stop and not has_steps(self._folder)):
-                self._await_end(self._services()[1:], LEAVE_S)
+                self._part_with_actors()
         finally:
             for service in self._services():
                 service.kill()
@@ -367,6 +369,15 @@ class Launcher:
             # The learner may have dismissed the actors when it ended.
             if begins_again or (actor.restart_at is None and actor.status == 0):
                 self._start_actor(index)
+
+    def _part_with_actors(self) -> None:
+        """Wait for the end of the actors, whom the learner has told to leave; those that still start know of no learner."""
+        actors = self._services()[1:]
+        self._await_end(actors, TOLD_S)
+        for actor in actors:
+            if actor.status is None:
+                actor.ask_to_stop()
+        self._await_end(actors, LEAVE_S)
 
     def _await_end(self, services: Sequence[Service], longest_s: float) -> None:
         """Wait for the end of services that were asked to stop, or told to leave."""

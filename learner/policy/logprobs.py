@@ -280,7 +280,8 @@ class CompletionHead(nn.Module):
     def compile_work(self, backend: str) -> None:
         """Compile what follows the matrix products, which is bound by memory, into one kernel."""
         self._work = ChunkWork(
-            *(torch.compile(part, dynamic=True, backend=backend) for part in (_add_chunk, _differentiate_chunk))
+            torch.compile(_add_chunk, dynamic=True, backend=backend),
+            torch.compile(_differentiate_chunk, dynamic=True, backend=backend),
         )
 
     def forward(self, hidden_states: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:

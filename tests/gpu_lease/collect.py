@@ -2,7 +2,7 @@
 
     packages -> wheels without what nothing imports -> vLLM without what an H100 does not need -> offbeat's name and version
 
-The machine brings Python 3.12 with torch, transformers and what `HAVE` says; everything else is carried. `README.md` tells how.
+The machine brings Python 3.12 with torch, transformers and common packages; everything else is carried. `README.md` tells how.
 """
 
 import csv
@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CACHE = Path.home() / ".cache/offbeat-gpu-lease"
 """Where vLLM's wheel, of 300 MB, stays for the next kit."""
-LIMIT_BYTES = 58 << 20
+LIMIT_BYTES = 52 << 20
+"""What travels in one call is 64 MiB, and the working tree takes ten."""
 ARCHITECTURE = 90
 """The GPUs' architecture, sm_90: H100 and H200."""
 FATBIN = struct.Struct("<IHHQ")
@@ -30,6 +31,9 @@ FATBIN_START = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 ENTRY = struct.Struct("<HHIQ12xI")
 """Kind, version, size of the header, size of the payload, architecture."""
 ELF = 2
+ATTENTION = b"FlashAttnFwdSm90"
+KEPT_ATTENTION = re.compile(rb"ELi(64|96|128|256)ENS_(10bfloat16_t|6half_t)EfNS_4arch4Sm90")
+"""FlashAttention's kernels that are carried: for 16-bit numbers, and heads whose keys and values are as long."""
 
 VLLM = "vllm==0.26.0"
 """vLLM's last release that is built against torch 2.11."""
@@ -41,26 +45,30 @@ multiprocess Pebble plotly pydantic pydantic_core pyzmq starlette truststore typ
 """
 """What offbeat imports and the machine does not have."""
 FOR_VLLM = """
-apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf distro fastapi ijson interegular jiter jsonschema
-jsonschema-specifications lark llguidance lm-format-enforcer mistral_common openai openai-harmony outlines_core
-partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry pydantic-extra-types python-json-logger
-referencing rpds-py setproctitle sniffio watchfiles xgrammar
+apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf distro fastapi ijson interegular jiter jmespath
+jsonschema jsonschema-specifications lark llguidance lm-format-enforcer loguru mistral_common model-hosting-container-standards
+openai openai-harmony outlines_core partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry
+pydantic-extra-types python-json-logger referencing rpds-py setproctitle sniffio supervisor watchfiles xgrammar
 """
 """What vLLM imports when an engine starts."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 DROPPED = {
     "vllm": (
-        "vllm/vllm-rs",
         "vllm/_flashmla*.so",
         "vllm/_qutlass*.so",
-        "vllm/vllm_flash_attn/*.so",
-        "vllm/third_party/deep_gemm/*",
-        "vllm/third_party/fmha_sm100/*",
+        "vllm/benchmarks/*",
+        "vllm/distributed/*.jpg",
         "vllm/entrypoints/serve/instrumentator/static/*",
         "vllm/model_executor/layers/*/configs/*.json",
-        "vllm/benchmarks/*",
+        "vllm/third_party/deep_gemm/*",
+        "vllm/third_party/fmha_sm100/*",
+        "vllm/vllm-rs",
+        "vllm/vllm_flash_attn/_vllm_fa2_C*.so",
     ),
+    "mistral_common": ("mistral_common/data/*",),
+    "plotly": ("plotly/labextension/*", "plotly/package_data/widgetbundle.js", "plotly-*.data/*"),
+    "pycountry": ("pycountry/locales/*",),
 }
 """Files by package that the kit does without: kernels of other GPUs and models, pages, tuned settings, servers in Rust."""
 
@@ -77,11 +85,9 @@ def collect(kit: Path) -> None:
     if not list(CACHE.glob(f"{vllm}-*.whl")):
         _download([VLLM], CACHE)
     (wheel,) = CACHE.glob(f"{vllm}-*.whl")
-    repack(wheel, kit / wheel.name, DROPPED["vllm"], keep_one_architecture)
-    for package, patterns in DROPPED.items():
-        for one in kit.glob(f"{package}-*.whl"):
-            if package != "vllm":
-                repack(one, one, patterns)
+    for one in [wheel, *kit.glob("*.whl")]:
+        package = one.name.partition("-")[0]
+        repack(one, kit / one.name, DROPPED.get(package, ()), keep_one_architecture if package == "vllm" else bytes)
     _write_offbeat(kit)
     sizes = sorted(((file.stat().st_size, file.name) for file in kit.iterdir()), reverse=True)
     for size, name in sizes:
@@ -93,13 +99,15 @@ def collect(kit: Path) -> None:
 
 
 def keep_one_architecture(content: bytes) -> bytes:
-    """Return a library with the machine code of other GPUs zeroed: it keeps its size, and compresses to almost nothing.
+    """Return a library with other machine code zeroed: it keeps its size, and the zeros compress to almost nothing.
 
     A kernel that is there as source for the driver (PTX) alone cannot run any more; those are for quantized weights.
     """
     changed = bytearray(content)
     for kind, architecture, start, size in _entries(content):
-        if (kind, architecture) != (ELF, ARCHITECTURE):
+        payload = content[start : start + size]
+        is_kept = ATTENTION not in payload or KEPT_ATTENTION.search(payload)
+        if (kind, architecture) != (ELF, ARCHITECTURE) or not is_kept:
             changed[start : start + size] = bytes(size)
     return bytes(changed)
 
@@ -132,7 +140,7 @@ def _write_wheel(target: Path, files: Mapping[str, bytes]) -> None:
     (folder,) = {name.partition("/")[0] for name in files if name.endswith(".dist-info/METADATA")}
     record = io.StringIO()
     csv.writer(record, lineterminator="\n").writerows([name, "", ""] for name in [*files, f"{folder}/RECORD"])
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_LZMA) as wheel:
         for name, content in {**files, f"{folder}/RECORD": record.getvalue().encode()}.items():
             wheel.writestr(name, content)
 

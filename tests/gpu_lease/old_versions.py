@@ -1,10 +1,11 @@
-"""Gives older releases of vLLM and torch the names that offbeat uses of newer ones.
+"""Gives older releases of torch, transformers and vLLM what offbeat uses of newer ones.
 
 A GPU machine without network has the torch of its image, and so a vLLM that was built against it. Nothing is imported here:
 each module is completed right after its own import. The kit installs this file as `sitecustomize`, for every process.
 """
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import runpy
@@ -48,7 +49,9 @@ def _complete_output_processor(module: Any) -> None:
         starts = self.__dict__.get("weight_version_starts", [])
         if made.finish_reason is not None:
             ends = [start for _, start in starts[1:]] + [self.detokenizer.num_output_tokens()]
-            made.weight_versions = [WeightVersionSpan(*one, end) for one, end in zip(starts, ends, strict=True)] if starts else []
+            made.weight_versions = (
+                [WeightVersionSpan(*one, end) for one, end in zip(starts, ends, strict=True)] if starts else []
+            )
         return made
 
     module.OutputProcessor.weight_version = "default"
@@ -80,7 +83,9 @@ def _complete_entrypoints(module: Any) -> None:
 def _complete_varlen(module: Any) -> None:
     varlen_attn = module.varlen_attn
 
-    def varlen_attn_of_groups(query: Any, key: Any, value: Any, *arguments: Any, enable_gqa: bool = False, **options: Any) -> Any:
+    def varlen_attn_of_groups(
+        query: Any, key: Any, value: Any, *arguments: Any, enable_gqa: bool = False, **options: Any
+    ) -> Any:
         if enable_gqa:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
@@ -89,8 +94,35 @@ def _complete_varlen(module: Any) -> None:
     module.varlen_attn = varlen_attn_of_groups
 
 
+def _complete_batching_config(module: Any) -> None:
+    make = module.ContinuousBatchingConfig.__init__
+
+    def make_from_newer(self: Any, *arguments: Any, auto_switch_to_flash: bool = False, **options: Any) -> None:
+        # Older releases never switch the attention, and call pages blocks.
+        if "page_size" in options:
+            options["block_size"] = options.pop("page_size")
+        make(self, *arguments, **options)
+
+    module.ContinuousBatchingConfig.__init__ = make_from_newer
+
+
+def _complete_paged_attention(module: Any) -> None:
+    paged = module.sdpa_attention_paged_forward
+
+    def paged_or_plain(*arguments: Any, **options: Any) -> Any:
+        # Older releases refuse a pass without their cache, by which offbeat scores.
+        if options.get("cache") is not None:
+            return paged(*arguments, **options)
+        plain = importlib.import_module("transformers.integrations.sdpa_attention")
+        return plain.sdpa_attention_forward(*arguments, **options)
+
+    module.sdpa_attention_paged_forward = paged_or_plain
+
+
 COMPLETIONS: dict[str, Callable[[Any], None]] = {
     "torch.nn.attention.varlen": _complete_varlen,
+    "transformers.generation.configuration_utils": _complete_batching_config,
+    "transformers.integrations.sdpa_paged": _complete_paged_attention,
     "vllm.entrypoints": _complete_entrypoints,
     "vllm.outputs": _complete_outputs,
     "vllm.utils.nccl": _complete_nccl,

@@ -17,6 +17,7 @@ from offbeat.common.weights.nccl_group import ENVIRONMENT, NcclGroup
 from offbeat.protocols.messages import NcclTransport
 from tests.common.weights import nccl_stand_in
 from tests.common.weights.nccl_stand_in import Fate, context
+from tests.gpu_report import MEASURED
 
 pytestmark = pytest.mark.slow
 
@@ -145,3 +146,28 @@ def test_duplicate_gpu_is_refused_at_all_ranks_in_nccls_words(fleet_of: Callable
         assert "invalid usage" in str(error)
         assert str(error).endswith("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 65000")
         assert "\n" not in str(error)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_real_nccl_alone_passes_a_gigabyte_and_is_killed_at_the_end(
+    store: TCPStore, record_property: Callable[[str, object], None]
+) -> None:
+    bucket_bytes = 64 << 20
+    buffer = WeightBuffer(make_layout([("w", (1 << 29,))], torch.bfloat16))
+    buffer.flat.random_(256)
+    before = buffer.flat.clone()
+    group = NcclGroup(store, Seat(EPOCH, 0, 1, bucket_bytes, 60.0), 0)
+    beats: list[float] = []
+    times = [time.monotonic()]
+    try:
+        for _ in range(3):
+            group.broadcast(buffer, lambda: beats.append(time.monotonic()))
+            times.append(time.monotonic())
+    finally:
+        group.close()
+    assert group._process.exitcode is not None
+    assert torch.equal(buffer.flat, before)
+    assert len(beats) == 1 + 3 * (1 << 30) // bucket_bytes, "the communicator, and each bucket"
+    record_property(MEASURED, f"NCCL alone: its process and communicator {beats[0] - times[0]:.1f} s until it asks")
+    record_property(MEASURED, f"NCCL alone: 1 GiB from pinned host memory in {times[-1] - times[-2]:.3f} s")

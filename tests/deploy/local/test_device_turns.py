@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,19 @@ def test_actor_that_dies_before_it_is_ready_keeps_no_other_from_starting(
     events = run(tmp_path, "launch.num_actors=2", gpus=1, actor0=script)
     starts = [event.split()[0] for event in events if "starts" in event]
     assert starts[:3] == ["learner", "actor-0", "actor-1"]
+
+
+@pytest.mark.slow
+def test_actor_that_still_starts_when_the_run_ends_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "TOLD_S", 0.2)
+    script = """
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: (note("was asked"), os._exit(0)))
+    time.sleep(60)
+    """
+    started = time.monotonic()
+    assert "actor-0 was asked" in run(tmp_path, "launch.num_actors=1", gpus=1, actor0=script)
+    assert time.monotonic() - started < launcher.LEAVE_S
 
 
 def test_an_actor_waits_for_those_of_its_gpu_that_run_and_for_no_others(tmp_path: Path) -> None:
