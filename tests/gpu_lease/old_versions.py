@@ -50,7 +50,9 @@ def _complete_output_processor(module: Any) -> None:
         if made.finish_reason is not None:
             ends = [start for _, start in starts[1:]] + [self.detokenizer.num_output_tokens()]
             made.weight_versions = (
-                [WeightVersionSpan(*one, end) for one, end in zip(starts, ends, strict=True)] if starts else []
+                [WeightVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+                if starts
+                else []
             )
         return made
 
