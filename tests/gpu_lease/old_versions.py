@@ -49,11 +49,8 @@ def _complete_output_processor(module: Any) -> None:
         starts = self.__dict__.get("weight_version_starts", [])
         if made.finish_reason is not None:
             ends = [start for _, start in starts[1:]] + [self.detokenizer.num_output_tokens()]
-            made.weight_versions = (
-                [WeightVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
-                if starts
-                else []
-            )
+            spans = zip(starts, ends if starts else [], strict=True)
+            made.weight_versions = [WeightVersionSpan(version, start, end) for (version, start), end in spans]
         return made
 
     module.OutputProcessor.weight_version = "default"
