@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {"extras"})
     if "real_model" not in str(config.getoption("-m")):
         _leave_out(config, items, {"real_model"})
+
+
+def pytest_runtest_setup() -> None:
+    """Let DeepSpeed forget a process group that a test of vLLM has destroyed, which the next trainer would take for its own."""
+    comm, dist = sys.modules.get("deepspeed.comm.comm"), sys.modules.get("torch.distributed")
+    if comm is not None and dist is not None and not dist.is_initialized():
+        vars(comm)["cdb"] = None
 
 
 def pytest_runtest_teardown() -> None:
