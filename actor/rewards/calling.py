@@ -17,9 +17,10 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
-from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import Outcome, RewardFunction, load_reward
@@ -31,6 +32,11 @@ from offbeat.common.records.logs import PrintedText
 from offbeat.common.settings.config import Config
 
 logger = logging.getLogger(__name__)
+
+MAX_BROKEN_POOLS = 3
+"""Times that one call is given to new processes after all have died, which is no fault of the call."""
+POOL_LOOK_S = 1.0
+"""Seconds between two looks at the processes of a call that has not ended."""
 
 Call = Callable[[Sequence[Sample]], Awaitable[list[Outcome]]]
 """A call of a reward function: returns the outcome of each sample, in order, and ends at the time limit."""
@@ -234,35 +240,52 @@ class WorkerProcesses:
         # Pebble sends SIGTERM first, which workers survive, and SIGKILL this much later.
         CONSTS.term_timeout = 0.0
         self._pool = self._make_pool()
+        self._is_closed = False
 
     async def call(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the outcome of each sample, in order."""
-        try:
-            # Shielded: to cancel the call would kill its process, which other groups wait for.
-            return await asyncio.shield(asyncio.wrap_future(self._start(samples)))
-        except TimeoutError:
-            failure = timed_out(self._timeout_s, was_killed=True)
-        except ProcessExpired as error:
-            failure = Failure(False, f"the reward ended its process, exit code {error.exitcode}")
-        except asyncio.CancelledError:
-            raise
-        # What cannot be sent to the process or back is the user's: a row, or an exception's argument. An interrupt is caught,
-        # too: raised in this thread, it would end the rewards of all groups.
-        except BaseException as error:  # noqa: BLE001
-            failure = Failure(False, one_line(error))
-        return [failure] * len(samples)
+        for _ in range(MAX_BROKEN_POOLS):
+            try:
+                return await self._result(samples)
+            except BrokenProcessPool:
+                # No process had begun with these samples: new ones are asked.
+                continue
+            except TimeoutError:
+                failure = timed_out(self._timeout_s, was_killed=True)
+            except ProcessExpired as error:
+                failure = Failure(False, f"the reward ended its process, exit code {error.exitcode}")
+            except asyncio.CancelledError:
+                raise
+            # What cannot be sent to the process or back is the user's: a row, or an exception's argument. An interrupt is
+            # caught, too: raised in this thread, it would end the rewards of all groups.
+            except BaseException as error:  # noqa: BLE001
+                failure = Failure(False, one_line(error))
+            return [failure] * len(samples)
+        return [Failure(True, f"the reward processes died {MAX_BROKEN_POOLS} times")] * len(samples)
 
     def close(self) -> None:
         """End the processes."""
+        self._is_closed = True
         self._pool.stop()
         self._pool.join()
 
-    def _start(self, samples: Sequence[Sample]) -> ProcessFuture:
+    async def _result(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the outcomes from a process. Raise `BrokenProcessPool` when the processes died before one took the samples."""
         # A worker that dies while it is idle breaks pebble's pool for good.
-        if not self._pool.active:
+        if not self._pool.active and not self._is_closed:
             logger.warning("the reward processes died; starting new ones")
             self._pool = self._make_pool()
-        return self._pool.schedule(_outcomes, (self._path, tuple(samples), self._weights), timeout=self._timeout_s)
+        pool = self._pool
+        future = asyncio.wrap_future(
+            pool.schedule(_outcomes, (self._path, tuple(samples), self._weights), timeout=self._timeout_s)
+        )
+        # Waiting leaves the call as it is when this task is cancelled: to cancel it would kill its process, which other groups
+        # wait for. A pool that breaks in the moment of the call may never answer.
+        while not (await asyncio.wait([future], timeout=POOL_LOOK_S))[0]:
+            if not pool.active and not self._is_closed:
+                future.cancel()
+                raise BrokenProcessPool
+        return future.result()
 
     def _make_pool(self) -> ProcessPool:
         # Spawned: a fork of a process that runs an engine's threads can hang.

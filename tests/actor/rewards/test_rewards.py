@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.actor.rewards import calling
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.common.errors import SettingError
 from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
@@ -282,6 +283,35 @@ def test_workers_killed_while_idle_are_replaced(make_runner):
     second = wait(runner)[2]
     assert isinstance(second, Rewarded)
     assert second.rewards != first.rewards
+
+
+def test_rewards_that_wait_when_an_idle_worker_dies_are_computed_by_another(make_runner):
+    runner = make_runner("pid")
+    runner.submit(0, samples(["a"]))
+    for key in range(3):
+        idle = wait(runner)[key]
+        assert isinstance(idle, Rewarded)
+        os.kill(int(idle.rewards[0].total), signal.SIGSTOP)
+        runner.submit(key + 1, samples(["a"]))
+        time.sleep(0.1)
+        os.kill(int(idle.rewards[0].total), signal.SIGKILL)
+    assert isinstance(wait(runner)[3], Rewarded)
+
+
+def test_reward_that_waits_beside_one_that_ends_its_process_is_computed(make_runner):
+    runner = make_runner("exits")
+    runner.submit(1, samples(["die"]))
+    runner.submit(2, samples(["stay"]))
+    outcomes = wait(runner)
+    assert outcomes[2] == rewarded(2, 1.0)
+    assert isinstance(outcomes[1], RewardFailure)
+
+
+def test_processes_that_cannot_start_are_given_up_as_rewards_that_may_come_later(make_runner, monkeypatch):
+    # It takes no argument, so that each process fails as it starts.
+    monkeypatch.setattr(calling, "_prepare_worker", os.abort)
+    failed = failure(make_runner("pid"), "a")
+    assert (failed.reason, failed.detail.partition(";")[0]) == ("reward_unavailable", "the reward processes died 3 times")
 
 
 def test_async_completions_of_a_group_run_at_once(make_runner):
