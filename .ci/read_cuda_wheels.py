@@ -1,10 +1,12 @@
 """Writes tests/gpu_names.json: how the CUDA wheels define what the source uses. Run it when a pin or a use has changed.
 
     python .ci/read_cuda_wheels.py
+    python .ci/read_cuda_wheels.py --against 0.33.0    before that vLLM is pinned: what it defines otherwise; writes nothing
 
 Of each wheel only the directory and the files that are looked at are fetched, some megabytes; nothing is installed.
 """
 
+import argparse
 import io
 import json
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu_names import TABLE, Definitions, find_uses, read_pins  # noqa: E402
+from tests.gpu_names import TABLE, Definitions, Source, differences, find_uses, read_pins  # noqa: E402
 
 INDEX = "https://pypi.org/simple"
 PLATFORM = "manylinux_2_28_x86_64.whl"
@@ -98,18 +100,26 @@ def find_file(package: str, beginning: str, ending: str) -> tuple[str, int]:
     return found[0]["url"], found[0]["size"]
 
 
-def main() -> None:
-    """Read the wheels, and write the table."""
-    pins = read_pins()
-    version = pins["vllm"].partition("==")[2]
-    vllm = Wheel(*find_file("vllm", f"vllm-{version}-cp", PLATFORM))
+def read_sources(vllm_version: str, deepspeed_version: str) -> dict[str, Source]:
+    """Return the CUDA wheels of a vLLM and of the torch that it requires, and the source of a DeepSpeed, by package."""
+    vllm = Wheel(*find_file("vllm", f"vllm-{vllm_version}-cp", PLATFORM))
     (torch_version,) = [line.removeprefix("torch==") for line in vllm.requirements() if line.startswith("torch==")]
-    deepspeed_version = pins["deepspeed"].partition("==")[2]
-    sources = {
+    print(f"vLLM {vllm_version}, torch {torch_version} and DeepSpeed {deepspeed_version}")
+    return {
         "vllm": vllm,
         "torch": Wheel(*find_file("torch", f"torch-{torch_version}-cp311-cp311-", PLATFORM)),
         "deepspeed": SourceArchive(fetch(find_file("deepspeed", f"deepspeed-{deepspeed_version}", ".tar.gz")[0], {})),
     }
+
+
+def main() -> None:
+    """Read the wheels, and write the table or compare with it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", metavar="VERSION", help="compare this vLLM's names with the table, and write nothing")
+    against = parser.parse_args().against
+    pins = read_pins()
+    vllm_version, deepspeed_version = (pins[package].partition("==")[2] for package in ("vllm", "deepspeed"))
+    sources = read_sources(against or vllm_version, deepspeed_version)
     definitions = {package: Definitions(source) for package, source in sources.items()}
     names, absent = {}, []
     for use in find_uses():
@@ -117,10 +127,14 @@ def main() -> None:
             names[use.name] = definitions[use.name.partition(".")[0]].describe(use.name)
         except LookupError:
             absent.append(f"{use.place}: the CUDA wheel does not define {use.name}")
+    if against:
+        lines = differences(json.loads(TABLE.read_text())["names"], names)
+        print("\n".join(lines or ["no name differs"]))
     if absent:
         sys.exit("\n".join(["error:", *absent]))
-    TABLE.write_text(json.dumps({"pins": pins, "names": dict(sorted(names.items()))}, indent=1) + "\n")
-    print(f"{len(names)} names of vLLM {version}, torch {torch_version} and DeepSpeed {deepspeed_version} in {TABLE.name}")
+    if not against:
+        TABLE.write_text(json.dumps({"pins": pins, "names": dict(sorted(names.items()))}, indent=1) + "\n")
+        print(f"{len(names)} names in {TABLE.name}")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,22 @@ def read_pins() -> dict[str, str]:
     return {name: line for line in lines for name in ("vllm", "torch", "deepspeed") if re.match(rf"{name}\b", line)}
 
 
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return a line for each name that is gone, new, or defined otherwise: by which parameters or fields."""
+    lines = [f"gone: {name}" for name in sorted(before.keys() - after.keys())]
+    lines += [f"new: {name} {after[name]}" for name in sorted(after.keys() - before.keys())]
+    for name in sorted(before.keys() & after.keys()):
+        was, now = _words(before[name]), _words(after[name])
+        if before[name] != after[name]:
+            changes = [f"-{word}" for word in was if word not in now] + [f"+{word}" for word in now if word not in was]
+            lines.append(f"changed: {name}: {' '.join(changes) or 'another order'}")
+    return lines
+
+
+def _words(definition: str) -> list[str]:
+    return re.findall(r"[^\s(),;]+", definition)
+
+
 def find_uses() -> list[Use]:
     """Return every use in the source, and the names in `ALSO`."""
     files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]

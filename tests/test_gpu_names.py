@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import gpu_names
-from tests.gpu_names import TABLE, Definitions, Folder, Use, find_uses, read_pins
+from tests.gpu_names import TABLE, Definitions, Folder, Use, differences, find_uses, read_pins
 
 WRITE = "run: python .ci/read_cuda_wheels.py"
 USES = find_uses()
@@ -100,6 +100,18 @@ def test_definition_is_found_wherever_it_stands(name: str, definition: str) -> N
 def test_name_that_is_not_defined_is_seen(name: str) -> None:
     with pytest.raises(LookupError, match=name):
         Definitions(Text()).describe(name)
+
+
+def test_what_another_version_defines_otherwise_is_said_by_name_and_parameter() -> None:
+    before = {"p.a": "(x)", "p.b": "class (x, y, z=)", "p.c": "value", "p.d": "(x, y)", "p.e": "value"}
+    after = {"p.b": "class (x, w, z)", "p.c": "module", "p.d": "(y, x)", "p.e": "value", "p.f": "(x)"}
+    assert differences(before, after) == [
+        "gone: p.a",
+        "new: p.f (x)",
+        "changed: p.b: -y -z= +w +z",
+        "changed: p.c: -value +module",
+        "changed: p.d: another order",
+    ]
 
 
 def test_uses_are_found_with_their_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
