@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_receiver_gets_the_exact_bytes_of_every_version_in_one_epoch() -> None:
-    with fleet_of(SMALL) as fleet:
+    with fleet_of(SMALL, timeout_s=PATIENCE_S) as fleet:
         # "c" gets its bytes from "a". It looks for the learner's go so seldom that the learner is done long before.
         for name in "abcd":
             fleet.join(name, poll_s=0.1 if name == "c" else 0.001)
@@ -46,7 +46,7 @@ def test_every_receiver_gets_the_exact_bytes_of_every_version_in_one_epoch() -> 
 
 
 def test_version_larger_than_a_bucket_arrives() -> None:
-    with fleet_of(make_layout([("w", (300, 301)), ("b", (3,))], torch.float32), "a", "b") as fleet:
+    with fleet_of(make_layout([("w", (300, 301)), ("b", (3,))], torch.float32), "a", "b", timeout_s=PATIENCE_S) as fleet:
         for version in (0, 1):
             fleet.publish(version)
             fleet.wait(version, *fleet.receivers)
@@ -59,7 +59,7 @@ def num_keys(fleet: Fleet) -> int:
 
 
 def test_keys_of_past_transfers_do_not_pile_up_in_the_store() -> None:
-    with fleet_of(SMALL, "a", "b") as fleet:
+    with fleet_of(SMALL, "a", "b", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(0)
         fleet.wait(0, *fleet.receivers)
         fleet.publish(1)
@@ -72,7 +72,7 @@ def test_keys_of_past_transfers_do_not_pile_up_in_the_store() -> None:
 
 
 def test_late_joiner_gets_the_current_version() -> None:
-    with fleet_of(SMALL, "a") as fleet:
+    with fleet_of(SMALL, "a", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
         late = fleet.join("late")
@@ -84,7 +84,7 @@ def test_late_joiner_gets_the_current_version() -> None:
 
 
 def test_actor_that_joins_again_gets_the_version_that_it_had() -> None:
-    with fleet_of(SMALL, "a", "b") as fleet:
+    with fleet_of(SMALL, "a", "b", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
         again = fleet.receivers[0]
@@ -96,7 +96,7 @@ def test_actor_that_joins_again_gets_the_version_that_it_had() -> None:
 
 
 def test_whole_fleet_that_joins_again_gets_the_version_that_it_had() -> None:
-    with fleet_of(SMALL, "a", "b") as fleet:
+    with fleet_of(SMALL, "a", "b", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
         for receiver in fleet.receivers:
@@ -115,6 +115,8 @@ def test_receiver_killed_in_the_middle_of_a_broadcast_is_named_and_the_others_ge
         fleet.wait(0, *survivors)
         victim.process.join(10)
         assert victim.process.exitcode == -signal.SIGKILL
+        # Survivors have the weights before the learner has written its row.
+        fleet.wait_for(lambda: "victim" in fleet.excluded())
         assert set(fleet.excluded()) == {"victim"}
         fleet.publish(1)
         fleet.wait(1, *survivors)
@@ -126,6 +128,7 @@ def test_receiver_stopped_in_the_middle_of_a_broadcast_is_named_and_catches_up_w
         victim = fleet.join("victim", "SIGSTOP")
         fleet.publish(0)
         fleet.wait(0, *survivors)
+        fleet.wait_for(lambda: "victim" in fleet.excluded())
         assert set(fleet.excluded()) == {"victim"}
         assert victim.policy_version is None
         victim.signal(signal.SIGCONT)

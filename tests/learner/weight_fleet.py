@@ -46,16 +46,12 @@ def open_hub() -> Hub:
 def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer: bytes, mishap: Mishap, poll_s: float) -> None:
     """Play an actor: take announcements, send `(outcome, checksum)`. A `mishap` happens half-way through the first transfer."""
     collectives.POLL_S = poll_s
-    receiver = WeightReceiver(layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES))
+    receiver = ClumsyReceiver(
+        layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES), mishap=mishap
+    )
     connection.send("up")
     flat = receiver.buffer.flat
     while True:
-        if mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
-            befallen, mishap = mishap, ""
-            if befallen == "wrong byte":
-                flat[0] ^= 1
-            else:
-                os.kill(os.getpid(), signal.Signals[befallen])
         while connection.poll(0.0005):
             receiver.announce(connection.recv())
         outcome = receiver.outcome()
@@ -63,6 +59,24 @@ def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer
             connection.send((outcome, checksum(flat)))
             if not outcome.error:
                 receiver.release()
+
+
+class ClumsyReceiver(WeightReceiver):
+    """A receiver whose mishap comes between two buckets or chunks, however slow the machine is."""
+
+    def __init__(self, layout: tuple[TensorSpec, ...], open_link: Callable[[str], Link], *, mishap: Mishap) -> None:
+        self._mishap: Mishap = mishap
+        super().__init__(layout, open_link)
+
+    def _beat(self, update: WeightUpdate | WeightPull) -> None:
+        super()._beat(update)
+        flat = self.buffer.flat
+        if self._mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
+            befallen, self._mishap = self._mishap, ""
+            if befallen == "wrong byte":
+                flat[0] ^= 1
+            else:
+                os.kill(os.getpid(), signal.Signals[befallen])
 
 
 class Receiver:
