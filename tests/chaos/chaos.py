@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ DISK_BYTES = 512 << 20
 """Size of the file system that holds the run's folder."""
 LEFT_S = 10.0
 """Seconds the processes of a round may take to end after it."""
+MOMENT_S = 0.5
+"""Seconds after which a semaphore that another process was just making is in use, or gone."""
 LEAST_REWARD = 0.9
 """Mean reward that the quick start must reach."""
 NUM_PROMPTS = 1000
@@ -331,7 +333,7 @@ def _left_over(work: Path, mark: str, semaphores: set[Path]) -> list[str]:
     """
     left = _end_processes(mark)
     left += [str(work)] if work.exists() else []
-    left += [str(path) for path in sorted(_semaphores() - semaphores) if not is_mapped(path)]
+    left += [str(path) for path in sorted(_unused_semaphores(semaphores))]
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(work) in line]
     left += [line for line in Path("/proc/net/dev").read_text().splitlines() if f" ob{os.getpid()}a:" in line]
     if shutil.which("ip"):
@@ -340,7 +342,19 @@ def _left_over(work: Path, mark: str, semaphores: set[Path]) -> list[str]:
     return left
 
 
+def _unused_semaphores(before: set[Path]) -> set[Path]:
+    """Return the semaphores that no process uses. Those of others on this machine exist for a moment before they are used."""
+    unused = {path for path in _semaphores() - before if not is_mapped(path)}
+    if unused:
+        time.sleep(MOMENT_S)
+    return {path for path in unused & _semaphores() if not is_mapped(path)}
+
+
 def _semaphores() -> set[Path]:
     """Return the semaphores and the shared memory that Python's multiprocessing has made for this user."""
-    found = (path for pattern in ("sem.mp-*", "psm_*") for path in Path("/dev/shm").glob(pattern))
-    return {path for path in found if path.exists() and path.stat().st_uid == os.getuid()}
+    owned = set()
+    for path in [path for pattern in ("sem.mp-*", "psm_*") for path in Path("/dev/shm").glob(pattern)]:
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                owned.add(path)
+    return owned
