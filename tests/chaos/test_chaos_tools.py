@@ -5,13 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from offbeat import RewardUnavailable
-from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom, Reply
-from offbeat.actor.environments.messages import PlayEpisode
+from offbeat.actor.environments.chat import NoRoom
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
@@ -20,42 +19,21 @@ from offbeat.common.user_code.environment_host.host import HostedChat
 from offbeat.learner.leases.events import Accepted
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.chaos import tools as chaos_tools
+from tests.chaos import unasked
 from tests.chaos.chaos import made_up, run_chaos
 from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play, play_outside
 from tests.chaos.tools import Tools
+from tests.chaos.unasked import Unasked
 from tests.learner.leases.event_makers import make_accepted
 from tests.process_ends import kill_and_wait
 
 pytestmark = pytest.mark.slow
 
 
-class Unasked(Chat):
-    """A chat of which no model is asked."""
-
-    def __init__(self) -> None:
-        message = PlayEpisode(
-            episode="1/0/0", row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False
-        )
-        self.episode = ChatEpisode(message, max_length=9, max_episode_tokens=9, send=print, open_url=str)
-        super().__init__(self.episode, cast(Any, None), cast(Any, None))
-
-    async def sample(self, max_new_tokens: int | None = None) -> Reply:
-        return Reply("reply", (), "stop")
-
-
-async def game(chat: Any, row: dict[str, Any]) -> Any:
-    for _ in range(row.get("turns", 1)):
-        await chat.sample()
-    chat.reward(0.25)
-    if row["returns"] == "no room":
-        raise NoRoom
-    return row["returns"]
-
-
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "tools"))
-    monkeypatch.setenv(FUNCTION_VARIABLE, f"{__name__}:game")
+    monkeypatch.setenv(FUNCTION_VARIABLE, f"{unasked.__name__}:game")
     return Tools(tmp_path / "tools", EnvironmentSection(turn_timeout_s=0.1))
 
 
@@ -77,7 +55,7 @@ def test_environment_with_a_python_of_its_own_repeats_its_reward_and_its_tools_c
     async def asks(chat: HostedChat, row: dict[str, Any]) -> dict[str, float]:
         return {"right": 1.0, "short": row["short"]}
 
-    monkeypatch.setattr(sys.modules[__name__], "game", asks)
+    monkeypatch.setattr(unasked, "game", asks)
     start = {"url": "", "episode": "1/0/0", "seed": 0, "prompt": "", "is_evaluation": False}
     chat = HostedChat(start)
     assert asyncio.run(play_outside(chat, {"short": 0.5})) == 1.5
@@ -117,7 +95,8 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
 ) -> None:
     monkeypatch.setattr(chaos_tools, "END_S", 0.1)
     monkeypatch.setattr("offbeat.actor.environments.episodes.CLOSE_TIMEOUT_S", 0.1)
-    script = f"import asyncio; from {__name__} import *; asyncio.run(play(Unasked(), {{'returns': 1.0, 'turns': 9999}}))"
+    imports = f"import asyncio; from {play.__module__} import play; from {unasked.__name__} import Unasked"
+    script = f"{imports}; asyncio.run(play(Unasked(), {{'returns': 1.0, 'turns': 9999}}))"
     workers: list[subprocess.Popen] = []
 
     def pause(seconds: float) -> None:
