@@ -42,7 +42,7 @@ ALLOWED = {
         "protocols",
     },
     "actor/environments/endpoint": {"actor/environments", "common/*", "common", "protocols"},
-    "actor/sandbox": {"actor/rewards"},
+    "actor/sandbox": {"actor/rewards", "common/processes"},
     "learner": {"learner/*", "common/*", "common", "protocols"},
     "learner/leases": {"common/*", "common", "protocols"},
     "learner/objectives": {"common/*", "common"},

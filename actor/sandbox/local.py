@@ -5,7 +5,6 @@
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
 from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
+from offbeat.common.processes.environment import num_cores
 
 LEAST_MEMORY_MB = 64
 """The interpreter alone takes half of this."""
@@ -44,7 +44,7 @@ class Local:
         """
         self.backend: BackendName | None = backend
         self._folders = [str(Path(folder).resolve(strict=True)) for folder in folders]
-        self._concurrency = concurrency or _num_cores()
+        self._concurrency = concurrency or num_cores()
         self._executor: ThreadPoolExecutor | None = None
         self._process_id = os.getpid()
         self._lock = threading.Lock()
@@ -127,10 +127,6 @@ class Local:
     def _candidates(self) -> list[Backend]:
         bubblewraps: list[Backend] = [] if self.backend == "landlock" else [Bubblewrap(path) for path in find_bubblewrap()]
         return bubblewraps if self.backend == "bubblewrap" else [*bubblewraps, Landlock()]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _cure(reasons: list[str]) -> str:
