@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,15 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
         problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
         raise SettingError(setting, path, problem, "Give it these parameters.")
     return function
+
+
+@contextmanager
+def mistakes_of(setting: str, path: str) -> Iterator[None]:
+    """Raise `SettingError` for whatever the user's function, which a setting names, raises in this context."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise SettingError(setting, path, f"it raised {located(error)}", "Correct the function.") from error
 
 
 def located(error: BaseException) -> str:

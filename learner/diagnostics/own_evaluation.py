@@ -14,7 +14,7 @@ import msgspec
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder
-from offbeat.common.user_code.functions import load_function, located
+from offbeat.common.user_code.functions import load_function, mistakes_of
 from offbeat.learner.diagnostics.sample_rows import Decode
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import Prompt
@@ -59,11 +59,9 @@ def load_evaluation(path: str) -> OwnEvaluation:
     function = load_function(path, setting="evaluation.function", parameters=("completions",))
 
     def own_evaluation(completions: Sequence[EvaluatedCompletion]) -> dict[str, float]:
-        try:
+        with mistakes_of("evaluation.function", path):
             result = function(completions)
             flaw = _flaw(result)
-        except (Exception, SystemExit) as error:  # the user's code
-            raise SettingError("evaluation.function", path, f"it raised {located(error)}", "Correct the function.") from error
         if flaw is not None:
             cure = "Return at most 32 finite numbers by name: letters, digits, _, . and -, as in {'solved': 0.5}."
             raise SettingError("evaluation.function", path, flaw, cure)

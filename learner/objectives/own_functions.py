@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
-from offbeat.common.user_code.functions import load_function, located
+from offbeat.common.user_code.functions import load_function, mistakes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,8 @@ def load_loss(path: str) -> OwnLoss:
     function = load_function(path, setting="loss.function", parameters=LOSS_PARAMETERS)
 
     def own_loss(policy: "Tensor", anchor: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
-        try:
+        with mistakes_of("loss.function", path):
             losses = function(policy, anchor, mask, advantages)
-        except Exception as error:  # the user's code
-            raise SettingError("loss.function", path, f"it raised {located(error)}", "Correct the function.") from error
         shape = losses.shape if isinstance(losses, type(policy)) else None
         if shape != policy.shape:
             problem = f"it returned {_shape_in_words(shape)} for log-probs of the shape {tuple(policy.shape)}"
@@ -60,11 +58,9 @@ def load_advantage(path: str) -> OwnAdvantage:
     function = load_function(path, setting="advantage.function", parameters=("rewards",))
 
     def own_advantage(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        try:
+        with mistakes_of("advantage.function", path):
             # Pass a copy, because the user's function may write to its argument.
             advantages = np.asarray(function(rewards.copy()), dtype=np.float64)
-        except Exception as error:  # the user's code
-            raise SettingError("advantage.function", path, f"it raised {located(error)}", "Correct the function.") from error
         if advantages.shape != rewards.shape:
             problem = f"it returned {_shape_in_words(advantages.shape)} for rewards of the shape {rewards.shape}"
             raise SettingError("advantage.function", path, problem, "Return one number per reward.")
@@ -83,11 +79,9 @@ def load_correction(path: str) -> OwnCorrection:
     function = load_function(path, setting="loss.correction", parameters=CORRECTION_PARAMETERS)
 
     def own_correction(log_rho: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
-        try:
+        with mistakes_of("loss.correction", path):
             # Pass a copy, because the user's function may write to its argument, which is measured afterwards.
             weights = function(log_rho.clone(), mask, advantages)
-        except Exception as error:  # the user's code
-            raise SettingError("loss.correction", path, f"it raised {located(error)}", "Correct the function.") from error
         if not isinstance(weights, type(log_rho)):
             problem = f"it returned {type(weights).__name__}, which is no tensor"
             raise SettingError("loss.correction", path, problem, "Return the weight of each token's loss, or a mask.")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.learning_sections import RewardSection
-from offbeat.common.user_code.functions import load_function, located
+from offbeat.common.user_code.functions import load_function, mistakes_of
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> numbers to add to the rewards [completions]`, usually not above 0."""
@@ -162,25 +162,19 @@ def load_length_penalty(path: str) -> LengthPenalty:
     function = load_function(path, setting="reward.length_penalty", parameters=("lengths", "max_new_tokens"))
 
     def length_penalty(lengths: NDArray[np.int64], max_new_tokens: int) -> NDArray[np.float64]:
-        try:
+        with mistakes_of("reward.length_penalty", path):
             # Pass a copy, because the user's function may write to its argument.
             penalties = np.asarray(function(lengths.copy(), max_new_tokens), dtype=np.float64)
-        except Exception as error:  # the user's code
-            raise _setting_error(path, f"it raised {located(error)}", "Correct the function.") from error
         if penalties.shape != lengths.shape:
             problem = f"it returned the shape {penalties.shape} for lengths of the shape {lengths.shape}"
-            raise _setting_error(path, problem, "Return one number per completion.")
+            raise SettingError("reward.length_penalty", path, problem, "Return one number per completion.")
         wrong = np.flatnonzero(~np.isfinite(penalties))
         if wrong.size:
             problem = f"it returned {penalties[wrong[0]]} for a completion of {lengths[wrong[0]]} tokens"
-            raise _setting_error(path, problem, "Return finite numbers.")
+            raise SettingError("reward.length_penalty", path, problem, "Return finite numbers.")
         return penalties
 
     return length_penalty
-
-
-def _setting_error(path: str, problem: str, cure: str) -> SettingError:
-    return SettingError("reward.length_penalty", path, problem, cure)
 
 
 def _mean_and_std(
