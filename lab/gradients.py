@@ -26,7 +26,7 @@ from offbeat.common.settings.objective_checks import check_objective
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
 from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
-from offbeat.learner.leases.groups import Group, unpack
+from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.log_reading import Record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.learner.training.trainer import Trainer
@@ -93,17 +93,7 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
             case Granted():
                 prompt_of[event.lease_id] = prompts[event.prompt_id]
             case Accepted():
-                prompt = prompt_of[event.lease_id]
-                groups[event.lease_id] = Group(
-                    lease_id=event.lease_id,
-                    prompt_id=prompt.prompt_id,
-                    prompt_token_ids=prompt.token_ids,
-                    weight=prompt.weight,
-                    rollouts=unpack(event.completions, record.arrays),
-                    actor=event.actor,
-                    generate_s=event.generate_s,
-                    images=prompt.images,
-                )
+                groups[event.lease_id] = make_group(event, record.arrays, prompt_of[event.lease_id])
             case Dropped(reason="quarantined"):
                 groups.pop(event.lease_id, None)
             case _:
