@@ -105,6 +105,18 @@ class HeartbeatRepeater:
                 )
 
 
+def receive_from_learner(link: Link, timeout_s: float, address: str) -> FromLearner | None:
+    """Return the next message, or None at the timeout. Raise `RefusedError` for a learner of another major version."""
+    try:
+        return link.receive(timeout_s)
+    except UnknownMessageError as error:
+        # A newer learner expects no answer to messages that this version does not know.
+        logger.debug("ignored: %s", error)
+        return None
+    except VersionError as error:
+        raise RefusedError(f"the learner at {address}: {error}") from error
+
+
 class LearnerContact:
     """The actor's side of the handshake. Everything between actor and hub goes through it."""
 
@@ -145,15 +157,8 @@ class LearnerContact:
         return self._link.send(message, *arrays)
 
     def receive(self, timeout_s: float) -> FromLearner | None:
-        """Return the next message, or None at the timeout. Raise `RefusedError` for a learner of another major version."""
-        try:
-            received = self._link.receive(timeout_s)
-        except UnknownMessageError as error:
-            # A newer learner expects no answer to messages that this version does not know.
-            logger.debug("ignored: %s", error)
-            return None
-        except VersionError as error:
-            raise RefusedError(f"the learner at {self._address}: {error}") from error
+        """Return the next message, or None at the timeout; raise as `receive_from_learner`."""
+        received = receive_from_learner(self._link, timeout_s, self._address)
         if received is not None:
             self._heard_at = self._clock()
         return received

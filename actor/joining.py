@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.actor.contact import FIRST_LOG_WAITING_S, LOG_WAITING_INTERVAL_S, RefusedError
+from offbeat.actor.contact import FIRST_LOG_WAITING_S, LOG_WAITING_INTERVAL_S, RefusedError, receive_from_learner
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.hub_keys import keys_of_peer
@@ -27,7 +27,7 @@ from offbeat.protocols.keys import KeyFileError, read_key_pair
 from offbeat.protocols.message_parts import PART_BYTES, JoinSettings, JoinSettingsError, decode_join_settings
 from offbeat.protocols.messages import LearnerMessage, Refused, RunPart, RunRequest, Stop
 from offbeat.protocols.text import as_name
-from offbeat.protocols.wire import Frame, UnknownMessageError, VersionError
+from offbeat.protocols.wire import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +168,7 @@ class JoinReceiver:
         self._asked_at, self._is_asked = now, True
 
     def _read(self) -> None:
-        try:
-            received = self._link.receive(LOOK_S)
-        except UnknownMessageError as error:
-            logger.debug("ignored: %s", error)
-            return
-        except VersionError as error:
-            raise RefusedError(f"the learner at {self._address}: {error}") from error
+        received = receive_from_learner(self._link, LOOK_S, self._address)
         if received is not None:
             self._handle(received.message, received.arrays)
 
