@@ -313,7 +313,7 @@ def test_no_module_is_named_after_one_of_the_standard_library() -> None:
 
 
 def test_tests_are_no_packages_and_their_names_are_unique() -> None:
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__main__.py")]
     assert len({path.name for path in tests}) == len(tests)
     assert "__init__.py" not in {path.name for path in tests}
 
