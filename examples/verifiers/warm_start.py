@@ -49,6 +49,8 @@ def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
     labels: list[int] = []
     for messages, turn in right_turns(row):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if prompt[: len(tokens)] != tokens:
+            raise SystemExit("this chat template changes earlier turns, so labels would stand at other tokens than the model's")
         answer = [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
         labels += [IGNORED] * (len(prompt) - len(tokens)) + answer
         tokens = prompt + answer

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from offbeat.actor.environments import worker_starts
+from offbeat.actor.environments import workers as workers_module
 from offbeat.actor.environments.messages import Begin
 from offbeat.actor.environments.worker_starts import FORKER, WORKER, WorkerStarts, can_fork
 from offbeat.actor.environments.workers import Workers
@@ -19,6 +21,7 @@ from offbeat.common.errors import ServiceError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.child import Fork
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
+from offbeat.common.settings.loading import load
 
 pytestmark = pytest.mark.slow
 
@@ -209,3 +212,17 @@ def until(claim: Callable[[], bool]) -> None:
     while not claim():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_the_settings_file_says_of_an_environment_reaches_its_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[task]\nenvironment = "games:play"\n[environment]\nidentical_requests = "sample_again"\nsampling = "override"\n'
+        "workers = 3\narguments = { level = 2 }\n[model]\nmax_length = 77\n"
+    )
+    monkeypatch.setattr(workers_module, "Workers", lambda begin, num_workers, starts: (begin, num_workers))
+    begin, num_workers = cast(tuple[Begin, int], workers_module.start_workers(load(file), tmp_path))
+    assert (begin.function, begin.samples_again, begin.overrides_sampling) == ("games:play", True, True)
+    assert (begin.arguments, begin.max_length, num_workers) == ({"level": 2}, 77, 3)
