@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.records.step_metrics import routing_metric, step_metric
+from offbeat.common.records.step_metrics import step_metric
 from offbeat.common.settings.loading import ALIASES, setting_names
 from offbeat.deploy.cli.main import PANELS
+from tests.routing_names import routing_metric
 from tests.test_docs import PAGES, ROOT, name_of
 
 pytestmark = pytest.mark.slow

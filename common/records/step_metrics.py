@@ -232,12 +232,10 @@ TASK_REWARDS = "reward_by_task/"
 TASK_SHARES = "curriculum/"
 """Begin of the names of the shares of tasks."""
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
-_ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
 _TASK = re.compile(f"^(reward_by_task|curriculum)/{PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _STEP_TURN = re.compile(r"(?<=^by_turn/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
-_ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 
 
 @cache
@@ -245,9 +243,3 @@ def step_metric(name: str) -> Metric | None:
     """Return what the table says of a step row's metric, at whatever lag, turn or part; None for an unknown name."""
     name = _STEP_TURN.sub("<turn>", _STEP_LAG.sub("<lag>", name))
     return _STEP_NAMES.get(_TASK.sub(r"\1/<task>", _REWARD_PART.sub("<part>", name)))
-
-
-@cache
-def routing_metric(name: str) -> Metric | None:
-    """Return what the table says of a routing row's metric, at whatever lag; None for a name that no routing row has."""
-    return _ROUTING_NAMES.get(_ROUTING_LAG.sub("<lag>", name))

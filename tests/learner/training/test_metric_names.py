@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat.common.models.routing import Routing
-from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, routing_metric, step_metric
+from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, step_metric
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection
 from offbeat.learner.calibration.calibration import save_calibration
 from offbeat.learner.diagnostics.batch_metrics import group_metrics
@@ -19,6 +19,7 @@ from offbeat.protocols.payload import Turn
 from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
 from tests.learner.training.trainer_cases import OWN_CRITIC, make_config, make_groups
+from tests.routing_names import routing_metric
 
 pytestmark = pytest.mark.timeout(300)
 
