@@ -11,20 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from offbeat.common.records.exported import Exported, Family, Values, family, health, numbers, one, readiness
+from offbeat.common.records.exported import Exported, Family, Values, families_of, health, numbers, one, readiness
 from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.protocols.messages import ActorHeartbeat
 
 logger = logging.getLogger(__name__)
 
 SETTING = "metrics.actor_bind"
-
-
-class OfHeartbeat(NamedTuple):
-    """A number of the newest heartbeat."""
-
-    exported: Exported
-    values: Callable[[ActorHeartbeat], Values]
 
 
 def _some(counts: Values, *names: str) -> Values:
@@ -37,75 +30,49 @@ def _alone(counts: Values, name: str) -> Values:
 
 WELCOMED = Exported("offbeat_actor_welcomed", "1 while the learner knows the actor, else 0.")
 SILENCE = Exported("offbeat_actor_silence_seconds", "Time since the actor's loop last ran.")
-
-FROM_HEARTBEAT: tuple[OfHeartbeat, ...] = (
-    OfHeartbeat(
-        Exported("offbeat_actor_policy_version", "Version of the engine's weights; -1 before the first."),
-        lambda heartbeat: one(heartbeat.policy_version),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_generated_tokens_total", "Tokens that the engine has sampled."),
-        lambda heartbeat: one(heartbeat.stats.num_generated_tokens),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_groups_total", "Groups that were finished."),
-        lambda heartbeat: one(heartbeat.stats.num_groups_sent),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_running_completions", "Completions in the engine."),
-        lambda heartbeat: one(heartbeat.stats.num_running_completions),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_held_leases", "Leases at work, or answered and not acknowledged."),
-        lambda heartbeat: one(len(heartbeat.lease_ids)),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_loop_seconds_total", "Time of the loop by activity.", "activity"),
-        lambda heartbeat: heartbeat.stats.seconds,
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_reward_trouble_seconds", "Time since rewards became unavailable; 0 while they are available."),
-        lambda heartbeat: one(heartbeat.reward_trouble.waiting_s if heartbeat.reward_trouble is not None else 0.0),
-    ),
-    OfHeartbeat(
-        Exported(
-            "offbeat_actor_judge_requests_total", "Requests to the judge: sent, failed, or answered from the cache.", "kind"
-        ),
-        lambda heartbeat: _some(heartbeat.stats.judge, "requests", "failed", "cached"),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_judge_seconds_total", "Time of all requests to the judge."),
-        lambda heartbeat: _alone(heartbeat.stats.judge, "seconds"),
-    ),
-    OfHeartbeat(
-        Exported(
-            "offbeat_actor_open_episodes", "Episodes that are open, and those of them that wait for their function.", "state"
-        ),
-        lambda heartbeat: _some(heartbeat.stats.environment, "open", "waiting"),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_episodes_total", "Episodes by outcome.", "state"),
-        lambda heartbeat: _some(heartbeat.stats.environment, "begun", "ended", "cancelled"),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_turns_total", "Turns that episodes have sampled."),
-        lambda heartbeat: _alone(heartbeat.stats.environment, "turns"),
-    ),
-    OfHeartbeat(
-        Exported("offbeat_actor_environment_seconds_total", "Time spent in the functions of episodes."),
-        lambda heartbeat: _alone(heartbeat.stats.environment, "seconds"),
-    ),
+EXPORTED = (
+    WELCOMED,
+    SILENCE,
+    Exported("offbeat_actor_policy_version", "Version of the engine's weights; -1 before the first."),
+    Exported("offbeat_actor_generated_tokens_total", "Tokens that the engine has sampled."),
+    Exported("offbeat_actor_groups_total", "Groups that were finished."),
+    Exported("offbeat_actor_running_completions", "Completions in the engine."),
+    Exported("offbeat_actor_held_leases", "Leases at work, or answered and not acknowledged."),
+    Exported("offbeat_actor_loop_seconds_total", "Time of the loop by activity.", "activity"),
+    Exported("offbeat_actor_reward_trouble_seconds", "Time since rewards became unavailable; 0 while they are available."),
+    Exported("offbeat_actor_judge_requests_total", "Requests to the judge: sent, failed, or answered from the cache.", "kind"),
+    Exported("offbeat_actor_judge_seconds_total", "Time of all requests to the judge."),
+    Exported("offbeat_actor_open_episodes", "Episodes that are open, and those of them that wait for their function.", "state"),
+    Exported("offbeat_actor_episodes_total", "Episodes by outcome.", "state"),
+    Exported("offbeat_actor_turns_total", "Turns that episodes have sampled."),
+    Exported("offbeat_actor_environment_seconds_total", "Time spent in the functions of episodes."),
 )
 
-EXPORTED: tuple[Exported, ...] = (WELCOMED, SILENCE, *(number.exported for number in FROM_HEARTBEAT))
+
+def _values(heartbeat: ActorHeartbeat) -> dict[str, Values]:
+    """Return the values of the numbers that a heartbeat has, by name."""
+    stats, trouble = heartbeat.stats, heartbeat.reward_trouble
+    return {
+        "offbeat_actor_policy_version": one(heartbeat.policy_version),
+        "offbeat_actor_generated_tokens_total": one(stats.num_generated_tokens),
+        "offbeat_actor_groups_total": one(stats.num_groups_sent),
+        "offbeat_actor_running_completions": one(stats.num_running_completions),
+        "offbeat_actor_held_leases": one(len(heartbeat.lease_ids)),
+        "offbeat_actor_loop_seconds_total": stats.seconds,
+        "offbeat_actor_reward_trouble_seconds": one(trouble.waiting_s if trouble is not None else 0.0),
+        "offbeat_actor_judge_requests_total": _some(stats.judge, "requests", "failed", "cached"),
+        "offbeat_actor_judge_seconds_total": _alone(stats.judge, "seconds"),
+        "offbeat_actor_open_episodes": _some(stats.environment, "open", "waiting"),
+        "offbeat_actor_episodes_total": _some(stats.environment, "begun", "ended", "cancelled"),
+        "offbeat_actor_turns_total": _alone(stats.environment, "turns"),
+        "offbeat_actor_environment_seconds_total": _alone(stats.environment, "seconds"),
+    }
 
 
 def families(heartbeat: ActorHeartbeat | None, *, is_welcome: bool, silence_s: float) -> list[Family]:
     """Return all numbers that are known; `heartbeat` is the newest one, None before the first."""
-    found = [family(WELCOMED, one(is_welcome)), family(SILENCE, one(silence_s))]
-    if heartbeat is not None:
-        found += [family(number.exported, number.values(heartbeat)) for number in FROM_HEARTBEAT]
-    return found
+    values = {WELCOMED.name: one(is_welcome), SILENCE.name: one(silence_s)}
+    return families_of(EXPORTED, values | (_values(heartbeat) if heartbeat is not None else {}))
 
 
 class _Turn(NamedTuple):

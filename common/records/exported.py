@@ -49,6 +49,11 @@ def family(exported: Exported, values: Values) -> Family:
     return made
 
 
+def families_of(table: Iterable[Exported], values: Mapping[str, Values]) -> list[Family]:
+    """Return the numbers of a table that have values, which are there by the number's name."""
+    return [family(exported, values[exported.name]) for exported in table if exported.name in values]
+
+
 def exposition(families: Iterable[Family]) -> bytes:
     """Return the numbers in Prometheus's text format."""
     registry = CollectorRegistry()

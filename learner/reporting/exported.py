@@ -1,88 +1,64 @@
 """The numbers that a learner exports to Prometheus at /metrics: one table, from which docs and dashboard are made."""
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from prometheus_client.core import GaugeMetricFamily
 
-from offbeat.common.records.exported import Exported, Family, Values, family, one
+from offbeat.common.records.exported import Exported, Family, Values, families_of, family, one
 from offbeat.common.records.rows import StepRow
 from offbeat.protocols.messages import StatusReport
 
-
-class OfStatus(NamedTuple):
-    """A number of the status report."""
-
-    exported: Exported
-    values: Callable[[StatusReport], Values]
-
-
-def _states(report: StatusReport) -> Values:
-    states = [member.state for member in report.members]
-    return {state: states.count(state) for state in dict.fromkeys(states)}
-
-
-FROM_STATUS: tuple[OfStatus, ...] = (
-    OfStatus(Exported("offbeat_policy_version", "Completed optimizer steps."), lambda report: one(report.policy_version)),
-    OfStatus(
-        Exported("offbeat_target_version", "Optimizer steps to make (train.num_steps)."), lambda report: one(report.num_steps)
-    ),
-    OfStatus(
-        Exported("offbeat_published_version", "Newest policy version that was sent to actors; -1 before the first."),
-        lambda report: one(report.published_version),
-    ),
-    OfStatus(Exported("offbeat_uptime_seconds", "Age of the learner's process."), lambda report: one(report.uptime_s)),
-    OfStatus(
-        Exported("offbeat_activity_seconds", "Time since the training loop began its current activity."),
-        lambda report: one(report.doing_s),
-    ),
-    OfStatus(Exported("offbeat_actors", "Actors by state.", "state"), _states),
-    OfStatus(
-        Exported("offbeat_actors_wanted", "Actors that the run should have (scale.actors); 0 once it is over."),
-        lambda report: one(report.actors_wanted),
-    ),
-    OfStatus(
-        Exported("offbeat_actor_tokens_per_second", "Completion tokens that an actor generates in a second.", "actor"),
-        lambda report: {member.name: member.tokens_per_s for member in report.members},
-    ),
-    OfStatus(
-        Exported("offbeat_actor_leases", "Leases that an actor works on.", "actor"),
-        lambda report: {member.name: member.num_leases for member in report.members},
-    ),
-    OfStatus(
-        Exported("offbeat_actor_policy_lag", "Optimizer steps between an actor's weights and the learner's.", "actor"),
-        lambda report: {
-            member.name: max(0, report.policy_version - member.policy_version)
-            for member in report.members
-            if member.policy_version >= 0
-        },
-    ),
-    OfStatus(
-        Exported("offbeat_leases_total", "Leases of the run that were granted, and of these by outcome.", "state"),
-        # Those in flight are `offbeat_groups_generating` and `offbeat_groups_ready`, which also fall.
-        lambda report: {state: number for state, number in report.ledger.items() if state != "in flight"},
-    ),
-    OfStatus(Exported("offbeat_groups_ready", "Groups that wait to be trained on."), lambda report: one(report.num_ready)),
-    OfStatus(Exported("offbeat_groups_generating", "Leases that actors work on."), lambda report: one(report.num_generating)),
-    OfStatus(
-        Exported("offbeat_epoch", "Passes over the data, including the completed share of the current one."),
-        lambda report: one(report.epoch + report.epoch_position),
-    ),
-    OfStatus(Exported("offbeat_log_bytes", "Size of the rollout log."), lambda report: one(report.log_bytes)),
-    OfStatus(
-        Exported("offbeat_health_rules", "Health rules that hold now (docs/health.md)."),
-        lambda report: one(len(report.vitals.health)),
-    ),
-    OfStatus(
-        Exported("offbeat_problems", "Problems that an operator should look at, such as a full log or excluded actors."),
-        lambda report: one(len(report.problems)),
-    ),
-    OfStatus(
-        Exported("offbeat_refused_messages_total", "Messages from actors that were refused."),
-        lambda report: one(sum(report.rejected.values())),
-    ),
+FROM_STATUS = (
+    Exported("offbeat_policy_version", "Completed optimizer steps."),
+    Exported("offbeat_target_version", "Optimizer steps to make (train.num_steps)."),
+    Exported("offbeat_published_version", "Newest policy version that was sent to actors; -1 before the first."),
+    Exported("offbeat_uptime_seconds", "Age of the learner's process."),
+    Exported("offbeat_activity_seconds", "Time since the training loop began its current activity."),
+    Exported("offbeat_actors", "Actors by state.", "state"),
+    Exported("offbeat_actors_wanted", "Actors that the run should have (scale.actors); 0 once it is over."),
+    Exported("offbeat_actor_tokens_per_second", "Completion tokens that an actor generates in a second.", "actor"),
+    Exported("offbeat_actor_leases", "Leases that an actor works on.", "actor"),
+    Exported("offbeat_actor_policy_lag", "Optimizer steps between an actor's weights and the learner's.", "actor"),
+    Exported("offbeat_leases_total", "Leases of the run that were granted, and of these by outcome.", "state"),
+    Exported("offbeat_groups_ready", "Groups that wait to be trained on."),
+    Exported("offbeat_groups_generating", "Leases that actors work on."),
+    Exported("offbeat_epoch", "Passes over the data, including the completed share of the current one."),
+    Exported("offbeat_log_bytes", "Size of the rollout log."),
+    Exported("offbeat_health_rules", "Health rules that hold now (docs/health.md)."),
+    Exported("offbeat_problems", "Problems that an operator should look at, such as a full log or excluded actors."),
+    Exported("offbeat_refused_messages_total", "Messages from actors that were refused."),
 )
+
+
+def _values(report: StatusReport) -> dict[str, Values]:
+    """Return the values of `FROM_STATUS` by name."""
+    states = [member.state for member in report.members]
+    with_weights = [member for member in report.members if member.policy_version >= 0]
+    return {
+        "offbeat_policy_version": one(report.policy_version),
+        "offbeat_target_version": one(report.num_steps),
+        "offbeat_published_version": one(report.published_version),
+        "offbeat_uptime_seconds": one(report.uptime_s),
+        "offbeat_activity_seconds": one(report.doing_s),
+        "offbeat_actors": {state: states.count(state) for state in dict.fromkeys(states)},
+        "offbeat_actors_wanted": one(report.actors_wanted),
+        "offbeat_actor_tokens_per_second": {member.name: member.tokens_per_s for member in report.members},
+        "offbeat_actor_leases": {member.name: member.num_leases for member in report.members},
+        "offbeat_actor_policy_lag": {
+            member.name: max(0, report.policy_version - member.policy_version) for member in with_weights
+        },
+        # Those in flight are `offbeat_groups_generating` and `offbeat_groups_ready`, which also fall.
+        "offbeat_leases_total": {state: number for state, number in report.ledger.items() if state != "in flight"},
+        "offbeat_groups_ready": one(report.num_ready),
+        "offbeat_groups_generating": one(report.num_generating),
+        "offbeat_epoch": one(report.epoch + report.epoch_position),
+        "offbeat_log_bytes": one(report.log_bytes),
+        "offbeat_health_rules": one(len(report.vitals.health)),
+        "offbeat_problems": one(len(report.problems)),
+        "offbeat_refused_messages_total": one(sum(report.rejected.values())),
+    }
+
 
 FROM_STEP: Mapping[Exported, str] = {
     Exported("offbeat_reward_mean", "Mean reward of the newest step's completions."): "reward/mean",
@@ -110,14 +86,14 @@ FROM_STEP: Mapping[Exported, str] = {
 """The numbers of the newest optimizer step, each with its name in `metrics.jsonl`."""
 
 BUILD = Exported("offbeat_build_info", "1, with the id of the run and the version of the learner's program.", "run, version")
-EXPORTED: tuple[Exported, ...] = (BUILD, *(number.exported for number in FROM_STATUS), *FROM_STEP)
+EXPORTED: tuple[Exported, ...] = (BUILD, *FROM_STATUS, *FROM_STEP)
 
 
 def families(report: StatusReport, step: StepRow | None) -> list[Family]:
     """Return all numbers that are known; `step` is the newest one."""
     build = GaugeMetricFamily(BUILD.name, BUILD.meaning, labels=BUILD.label.split(", "))
     build.add_metric([report.run_id, importlib.metadata.version("offbeat")], 1)
-    found: list[Family] = [build, *(family(number.exported, number.values(report)) for number in FROM_STATUS)]
+    found: list[Family] = [build, *families_of(FROM_STATUS, _values(report))]
     if step is not None:
         known = ((exported, step.number(metric)) for exported, metric in FROM_STEP.items())
         found += [family(exported, one(value)) for exported, value in known if value is not None]
