@@ -129,7 +129,9 @@ def _fetch(
     except ChannelError as error:
         raise PullError(str(error)) from error
     with link:
-        _Pull(pull, parts, store, link, source=f"the weight server at {host}:{pull.port}").run(is_superseded)
+        _Pull(pull, parts, store, link, source=f"the weight server at {host}:{pull.port} (weights.pull_port)").run(
+            is_superseded
+        )
 
 
 class _Pull:

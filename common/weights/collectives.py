@@ -67,7 +67,15 @@ def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TC
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Return a member's connection to the learner's store."""
+    """Return a member's connection to the learner's store; raise `CollectiveError` if nothing answers there."""
+    try:
+        # torch prints a page where it finds nobody. The store does not mind a connection that is closed again.
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise CollectiveError(
+            f"weights.port = {port}: {host} does not answer there ({error.strerror or error}). Open this port on the learner's "
+            'machine, and let the machines of actors reach it, or set weights.backend = "pull"'
+        ) from error
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
