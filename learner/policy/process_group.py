@@ -1,7 +1,11 @@
 """The process group of the learner's ranks: joining it, comparing settings, and gathering tensors through it."""
 
 import importlib.metadata
+import logging
 import os
+import re
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
@@ -10,17 +14,28 @@ import psutil
 import torch
 import torch.distributed as dist
 import xxhash
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, report_ready
+from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.weights.collectives import local_address
 
+logger = logging.getLogger(__name__)
+
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
+MEET_S = 600.0
+"""Longest wait for the other ranks to start. Rank 0 reads the data before it joins."""
+CONNECT_S = 12.0
+"""Limit for connecting ranks that have all started. gloo's rank that is connected to waits five times as long."""
+ANSWER_S = 5.0
+"""Longest wait for rank 0's port to answer, before the next try."""
+LOOK_S = 0.2
 
 SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")
 """The sections that every rank computes with."""
@@ -58,7 +73,8 @@ def join_process_group() -> LearnerRank:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             _choose_interface()
-            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+            store = _meet(rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return LearnerRank(rank, world_size, device)
 
 
@@ -67,10 +83,81 @@ def _choose_interface() -> None:
 
     Left to itself gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1 or 127.0.1.1.
     """
-    address = local_address(os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT", 0))
-    named = [name for name, found in psutil.net_if_addrs().items() if address in {one.address for one in found}]
+    host, interfaces = os.environ["MASTER_ADDR"], psutil.net_if_addrs()
+    try:
+        address = local_address(host, launcher_number("MASTER_PORT", 0))
+    except OSError as error:
+        problem = f"this machine has no way to it ({error.strerror})"
+        cure = "Give --master-addr an address of the learner's first machine that this one reaches."
+        raise SettingError("environment variable MASTER_ADDR", host, problem, cure) from error
+    named = [name for name, found in interfaces.items() if address in {one.address for one in found}]
     if named:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", named[0])
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if unknown := set(filter(None, chosen.split(","))) - interfaces.keys():
+        problem = f"this machine has no interface {min(unknown)}, only {', '.join(interfaces)}"
+        cure = f"Unset it, or choose the interface that `ip route get {host}` shows."
+        raise SettingError("environment variable GLOO_SOCKET_IFNAME", chosen, problem, cure)
+
+
+def _meet(rank: int, world_size: int) -> Store:
+    """Return the store at rank 0 once all ranks use it and can connect to each other; raise `SettingError` if they cannot.
+
+    torch alone waits for each of these as long as for a collective, without a word.
+    """
+    host, port = os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT", 0)
+    cure = (
+        "Give all learner processes the same MASTER_ADDR and MASTER_PORT: an address of the first machine that the others "
+        "reach, and a port that is free and open there."
+    )
+
+    def state() -> str:
+        refusal = _refusal(host, port)
+        return f": it does not answer ({refusal}). {cure}" if refusal else f": it answers, and others have not come. {cure}"
+
+    with doing(logger, f"waiting for all {world_size} learner processes at MASTER_ADDR:MASTER_PORT = {host}:{port}", state):
+        try:
+            deadline = time.monotonic() + MEET_S
+            # Before torch looks for rank 0, because it prints a page where it finds nobody.
+            while rank and (refusal := _refusal(host, port)):
+                if time.monotonic() > deadline:
+                    raise dist.DistNetworkError(f"no answer within {MEET_S:g} s: {refusal}")
+                time.sleep(LOOK_S)
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_S)))
+            store.set(f"offbeat/{rank}", f"{os.environ.get('GLOO_SOCKET_IFNAME', 'no interface')} of {socket.gethostname()}")
+            keys = [f"offbeat/{other}" for other in range(world_size)]
+            store.wait(keys, timedelta(seconds=MEET_S))
+        except dist.DistError as error:
+            problem = f"the learner processes did not meet there ({_reason(error)})"
+            raise SettingError("environment variables MASTER_ADDR:MASTER_PORT", f"{host}:{port}", problem, cure) from error
+    places = ", ".join(sorted({store.get(key).decode() for key in keys}))
+    with doing(logger, f"connecting the learner processes through {places}"):
+        try:
+            dist.ProcessGroupGloo(PrefixStore("offbeat/trial", store), rank, world_size, timedelta(seconds=CONNECT_S))
+        except RuntimeError as error:
+            problem = f"the learner processes cannot connect to each other through {places} ({_reason(error)})"
+            cure = (
+                "Set it on each machine to the interface that leads to the others, and open the ports of "
+                "net.ipv4.ip_local_port_range between them."
+            )
+            chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            raise SettingError("environment variable GLOO_SOCKET_IFNAME", chosen, problem, cure) from error
+    return store
+
+
+def _refusal(host: str, port: int) -> str:
+    """Return the reason why nothing can be reached there, or "". The store does not mind a connection that is closed again."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what torch says in its first sentence, without the file's name where gloo puts it."""
+    text = str(error).partition(". This is typically")[0].splitlines()[0]
+    return re.sub(r"\[[^]]*gloo/transport[^]]*\] ", "", text)[:300]
 
 
 def take_memory(device: torch.device) -> None:

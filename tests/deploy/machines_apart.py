@@ -1,10 +1,13 @@
 """Two machines on one: network namespaces joined by a cable, or two addresses of loopback where no namespace can be made."""
 
+import ctypes
+import os
 import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_PORTS = (40_000, 40_999)
@@ -70,6 +73,20 @@ def _hold(holders: list[subprocess.Popen[bytes]], *prefix: str) -> int:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
+
+
+def move_to(prefix: Sequence[str]) -> None:
+    """Move this process, which must have no threads, to the machine of the prefix."""
+    kernel = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "net") if prefix else ():
+        with Path(f"/proc/{prefix[-1]}/ns/{kind}").open() as namespace:
+            if kernel.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def cut_cable(machines: Machines) -> None:
+    """Cut the cable between two machines that are apart: what is sent is lost, and no one is told."""
+    _run(*machines.prefixes[1], "ip", "link", "set", "cable", "down")
 
 
 def listening_ports(prefix: Sequence[str]) -> set[int]:
