@@ -18,6 +18,10 @@ class ServiceError(RuntimeError):
     """A service cannot continue; the user reads the text without a traceback. Exit status `GAVE_UP_STATUS`."""
 
 
+class LostProcessError(ServiceError):
+    """A service has lost a process that it cannot work without; starting it again may help. Exit status 1."""
+
+
 class SettingError(Exception):
     """A mistake of the user; the text names the setting, its value, the problem and the cure."""
 

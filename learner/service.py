@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from offbeat.common.errors import ServiceError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow, FinalRow, Recorder
 from offbeat.common.records.run_folder import MODEL
@@ -29,6 +30,7 @@ from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.hub import ActorLink
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.policy.process_group import naming_lost_ranks
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.restart.run_identity import software_versions
@@ -285,9 +287,10 @@ class Learner:
             self._record(EventRow(event="run_started", detail=_software()))
             self.link.start()
             self._publisher.start(self.link)
-            outcome = self._loop.run(stop)
+            with naming_lost_ranks():
+                outcome = self._loop.run(stop)
         except BaseException as error:
-            self._end("failed", str(error) if isinstance(error, RunFailedError) else f"{type(error).__name__}: {error}")
+            self._end("failed", str(error) if isinstance(error, ServiceError) else f"{type(error).__name__}: {error}")
             raise
         self._end(outcome, stop.reason or "")
         return outcome

@@ -28,6 +28,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.hub import ActorLink, HubThread, hub_rejections, max_peers, open_hub, open_weight_hub, publish_address
 from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
 from offbeat.learner.leases.demand import Demand, last_actor_hours
+from offbeat.learner.policy.process_group import naming_lost_ranks
 from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints, RunState, mirroring, noting_evaluations, open_folder, restore
@@ -49,11 +50,12 @@ def run_learner(config: Config, stop: StopRequest, report_command: Sequence[str]
 
     `report_command` with a run's folder prints its report, for the live page.
     """
-    if launcher_rank() > 0:
-        RankedTrainer(Trainer(config)).follow()
-        return "finished"
     started = time.monotonic()
-    with ExitStack() as stack:
+    # Outermost: when rank 0 then ends the others' trainers, it meets the same loss again.
+    with ExitStack() as stack, naming_lost_ranks():
+        if launcher_rank() > 0:
+            RankedTrainer(Trainer(config)).follow()
+            return "finished"
         # Bound before the data is read: a port in use is reported at once.
         hub = stack.enter_context(open_hub(config))
         host = publish_address(config.hub.address, hub.address)

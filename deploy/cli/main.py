@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.errors import LostProcessError, ServiceError, SettingError
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.files import limit_reached, open_standard_streams, raise_limit
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, die_with_parent, end_process
@@ -95,6 +95,8 @@ def run(app: typer.Typer | None = None) -> None:
         _fail(error.texts, USER_ERROR_STATUS)
     except ChannelError as error:
         _fail((str(error),), USER_ERROR_STATUS)
+    except LostProcessError as error:
+        _fail((str(error),), 1)
     except ServiceError as error:
         _fail((str(error),), GAVE_UP_STATUS)
     except OSError as error:

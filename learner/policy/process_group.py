@@ -1,12 +1,14 @@
 """The process group of the learner's ranks: joining it, comparing settings, and gathering tensors through it."""
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import re
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ import xxhash
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import LostProcessError, SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, report_ready
 from offbeat.common.records.logs import doing
@@ -36,6 +38,8 @@ CONNECT_S = 12.0
 ANSWER_S = 5.0
 """Longest wait for rank 0's port to answer, before the next try."""
 LOOK_S = 0.2
+LOST_S = 30
+"""A rank that waits for gloo fails after another one's machine has not answered for this long. A shorter outage is survived."""
 
 SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")
 """The sections that every rank computes with."""
@@ -75,6 +79,7 @@ def join_process_group() -> LearnerRank:
             _choose_interface()
             store = _meet(rank, world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            notice_lost_machines()
     return LearnerRank(rank, world_size, device)
 
 
@@ -158,6 +163,41 @@ def _reason(error: RuntimeError) -> str:
     """Return what torch says in its first sentence, without the file's name where gloo puts it."""
     text = str(error).partition(". This is typically")[0].splitlines()[0]
     return re.sub(r"\[[^]]*gloo/transport[^]]*\] ", "", text)[:300]
+
+
+def notice_lost_machines() -> None:
+    """Have the kernel end each connection of this process whose other side is silent for `LOST_S`.
+
+    gloo never asks: after a cable is cut, a collective would wait until its own limit. A busy process is not silent, because
+    its kernel answers. Call it after new groups are made.
+    """
+    if sys.platform != "linux":
+        return
+    third = max(1, LOST_S // 3)
+    timing = ((socket.TCP_KEEPIDLE, third), (socket.TCP_KEEPINTVL, third), (socket.TCP_KEEPCNT, 2))
+    for connection in psutil.Process().net_connections("tcp"):
+        # Another thread may have closed it by now.
+        with contextlib.suppress(OSError):
+            if connection.status == psutil.CONN_ESTABLISHED:
+                with socket.socket(fileno=os.dup(connection.fd)) as found:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in (*timing, (socket.TCP_USER_TIMEOUT, LOST_S * 1000)):
+                        found.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+@contextlib.contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise `LostProcessError` for what torch.distributed raises in this context after another rank was lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class of its own for errors, only its files' names in their texts.
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        raise LostProcessError(
+            f"another process of the learner was lost ({_reason(error)}). Look at its log, its machine and the network between "
+            "them; then start all processes again with run.resume=true"
+        ) from error
 
 
 def take_memory(device: torch.device) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from offbeat.common.weights.flat import Address, WeightBuffer, buffer_bytes, map_bytes, named_views, pin
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.policy.process_group import notice_lost_machines
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
 
@@ -110,6 +111,7 @@ class RankedTrainer:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_TIMEOUT_S))
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
+            notice_lost_machines()
 
     @property
     def policy_version(self) -> int:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from offbeat.common.errors import LostProcessError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EvalRow, LedgerSums, Recorder, Row, row_fields
 from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection, RunSection, WeightsSection
@@ -502,6 +504,22 @@ def test_service_that_fails_tells_everyone_and_raises(error: Exception, detail: 
         bench.learner.run(bench.stop)
     assert bench.calls[-7:] == ending(f"failed {detail}")
     assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("failed", detail)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically"), "[::1]:7"),
+        (dist.DistBackendError("NCCL error: remote process exited\nLast error:"), "remote process exited"),
+    ],
+)
+def test_loss_of_another_rank_is_the_end_of_the_run_in_one_sentence(error: Exception, cause: str) -> None:
+    bench = Bench(num_steps=1)
+    bench.trainer.failure = error
+    with pytest.raises(LostProcessError, match=r"^another process of the learner was lost \(.*then start all processes again"):
+        bench.learner.run(bench.stop)
+    detail = bench.rows[-1]["detail"]
+    assert f"{cause})" in detail and "gloo" not in detail and "typically" not in detail
 
 
 def test_ledger_that_does_not_add_up_is_an_error() -> None:

@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from offbeat.common.errors import LostProcessError
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, USER_ERROR_STATUS
 from offbeat.common.records.run_folder import naming_disk_errors
 from offbeat.common.settings.loading import explain
@@ -110,6 +111,23 @@ def test_limit_of_the_system_is_told_in_one_line(
     assert ended.value.code == GAVE_UP_STATUS
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith(f"'run/log/00000001.log': raise the limit on {limit}")
+
+
+def test_loss_of_a_process_is_told_in_one_line_and_a_launcher_may_start_the_service_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def fail() -> None:
+        raise LostProcessError("a process was lost")
+
+    monkeypatch.setattr(sys, "argv", ["offbeat"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        run(app)
+    assert ended.value.code not in (0, GAVE_UP_STATUS, USER_ERROR_STATUS)
+    assert capsys.readouterr().err == "error: a process was lost\n"
 
 
 def test_file_that_hides_a_module_of_python_is_named_beside_the_error(tmp_path: Path) -> None:

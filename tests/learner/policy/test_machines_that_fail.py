@@ -1,18 +1,22 @@
-"""Learner ranks on two machines: a wrong port, address or interface ends in a sentence."""
+"""Learner ranks on two machines: a wrong port, address or interface, a dead process and a cut cable each end in a sentence."""
 
 import logging
 import multiprocessing
 import os
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import LostProcessError, SettingError
 from offbeat.common.records import logs
 from offbeat.learner.policy import process_group
-from tests.deploy.machines_apart import Machines, move_to, two_machines
+from tests.deploy.machines_apart import Machines, cut_cable, move_to, two_machines
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +41,7 @@ class Lines(logging.Handler):
 
 
 def run_rank(prefix: Sequence[str], variables: dict[str, str], limits: dict[str, float], connection: Connection) -> None:
-    """Join the process group; send what a user reads, and "ended"."""
+    """Join the process group and broadcast until that fails; send what a user reads, and "joined" and "ended"."""
     move_to(prefix)
     os.environ.update(variables)
     logs.STILL_S = 0.5
@@ -46,8 +50,13 @@ def run_rank(prefix: Sequence[str], variables: dict[str, str], limits: dict[str,
     process_group.logger.addHandler(Lines(connection))
     process_group.logger.setLevel(logging.INFO)
     try:
-        process_group.join_process_group()
-    except SettingError as error:
+        with process_group.naming_lost_ranks():
+            process_group.join_process_group()
+            connection.send("joined")
+            while True:
+                dist.broadcast(torch.zeros(1), src=0)
+                time.sleep(0.05)
+    except (LostProcessError, SettingError) as error:
         connection.send(str(error))
     connection.send("ended")
 
@@ -136,3 +145,28 @@ def test_interface_that_does_not_lead_to_the_other_machine_is_named_on_both(mach
         )
         assert "through cable of " in sentence and ", lo of " in sentence and "gloo/" not in sentence
         assert "Set it on each machine to the interface that leads to the others" in sentence
+
+
+def test_dead_rank_is_noticed_by_the_other(machines: Machines, ranks: list[Rank]) -> None:
+    for rank in range(2):
+        start(ranks, machines, rank)
+    for rank in ranks:
+        read_until(rank, "joined")
+    assert ranks[1][0].pid is not None
+    os.kill(ranks[1][0].pid, signal.SIGKILL)
+    sentence = read_until(ranks[0], "ended")[-1]
+    assert sentence.startswith("another process of the learner was lost (")
+    assert "GLHF" not in sentence and "run.resume=true" in sentence
+
+
+def test_machine_behind_a_cut_cable_is_noticed_by_both_long_before_the_limit_of_a_collective(ranks: list[Rank]) -> None:
+    with two_machines() as machines:
+        if not machines.are_apart:
+            pytest.skip("the kernel lets users make no namespaces")
+        for rank in range(2):
+            start(ranks, machines, rank, {"LOST_S": 2})
+        for rank in ranks:
+            read_until(rank, "joined")
+        cut_cable(machines)
+        for rank in ranks:
+            assert read_until(rank, "ended")[-1].startswith("another process of the learner was lost (")
