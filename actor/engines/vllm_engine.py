@@ -28,11 +28,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from offbeat.actor.engines import vllm_images
 from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.engines.vllm_worker import LOAD_FORMAT, WeightLoading
-from offbeat.common.errors import ServiceError, SettingError, one_line
+from offbeat.common.errors import LostProcessError, ServiceError, SettingError, one_line
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches, ImageReader
 from offbeat.common.processes.process_table import processor_name
@@ -239,7 +240,17 @@ class VllmEngine:
 
     def _step_engine(self) -> list[RequestOutput]:
         """Advance the engine by one step and return the requests that finished."""
-        outputs = self._engine.step()
+        try:
+            outputs = self._engine.step()
+        except RuntimeError as error:
+            executor = self._core.model_executor
+            if not (isinstance(executor, MultiprocExecutor) and executor.is_failed):
+                raise
+            # vLLM's own text is no more than "cancelled".
+            raise LostProcessError(
+                f"one of vLLM's {executor.world_size} worker processes died (tensor_parallel_size); vLLM's lines above name "
+                "it. See whether its machine ran out of memory, and start the actor again"
+            ) from error
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def _completion(self, output: RequestOutput) -> Completion:

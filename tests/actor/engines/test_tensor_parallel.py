@@ -8,9 +8,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from offbeat.common.errors import LostProcessError
 from offbeat.common.processes import process_table as processes
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +87,31 @@ def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model
     while left := [pid for pid in workers if not processes.has_ended(pid)]:
         assert time.monotonic() < deadline, f"{left} outlive the actor"
         time.sleep(0.1)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_dead_worker_is_the_end_of_the_actor_in_one_sentence(is_failed):
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from offbeat.actor.engines.vllm_engine import VllmEngine
+
+    def step():
+        # vLLM 0.32 after the death of a worker.
+        raise RuntimeError("cancelled")
+
+    executor = object.__new__(MultiprocExecutor)
+    executor.is_failed, executor.world_size = is_failed, 2
+    engine: Any = object.__new__(VllmEngine)
+    engine._engine = SimpleNamespace(step=step, has_unfinished_requests=lambda: True)
+    engine._core = SimpleNamespace(model_executor=executor)
+    engine._finished = []
+    expected, words = (LostProcessError, "^one of vLLM's 2 worker processes died.*start the actor again$")
+    if not is_failed:
+        expected, words = RuntimeError, "^cancelled$"
+    with pytest.raises(expected, match=words):
+        engine.step()
 
 
 def _children(pid: int) -> list[int]:
