@@ -1,7 +1,8 @@
 """Writes tests/gpu_names.json: how the CUDA wheels define what the source uses. Run it when a pin or a use has changed.
 
     python .ci/read_cuda_wheels.py
-    python .ci/read_cuda_wheels.py --against 0.33.0    before that vLLM is pinned: what it defines otherwise; writes nothing
+    python .ci/read_cuda_wheels.py --against 0.34.0    before that vLLM is allowed: what it defines otherwise; writes nothing
+    python .ci/read_cuda_wheels.py --against newest    each week: exits with 1 if something that the source uses is gone
 
 Of each wheel only the directory and the files that are looked at are fetched, some megabytes; nothing is installed.
 """
@@ -17,10 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu_names import TABLE, Definitions, Source, differences, find_uses, read_pins  # noqa: E402
+from tests.gpu_names import TABLE, Definitions, differences, find_uses, losses, read_pins, read_range  # noqa: E402
 
 INDEX = "https://pypi.org/simple"
 PLATFORM = "manylinux_2_28_x86_64.whl"
@@ -91,50 +95,70 @@ def fetch(url: str, headers: Mapping[str, str]) -> bytes:
         return answer.read()
 
 
+def list_files(package: str) -> list[dict[str, Any]]:
+    """Return the files of a package on the index, without withdrawn ones."""
+    page = json.loads(fetch(f"{INDEX}/{package}/", {"Accept": "application/vnd.pypi.simple.v1+json"}))
+    return [one for one in page["files"] if not one.get("yanked")]
+
+
 def find_file(package: str, beginning: str, ending: str) -> tuple[str, int]:
     """Return address and size of a package's file on the index."""
-    page = json.loads(fetch(f"{INDEX}/{package}/", {"Accept": "application/vnd.pypi.simple.v1+json"}))
-    found = [one for one in page["files"] if one["filename"].startswith(beginning) and one["filename"].endswith(ending)]
+    found = [one for one in list_files(package) if one["filename"].startswith(beginning) and one["filename"].endswith(ending)]
     if len(found) != 1:
         sys.exit(f"error: {len(found)} files of {package} are named {beginning}...{ending}")
     return found[0]["url"], found[0]["size"]
 
 
-def read_sources(vllm_version: str, deepspeed_version: str) -> dict[str, Source]:
-    """Return the CUDA wheels of a vLLM and of the torch that it requires, and the source of a DeepSpeed, by package."""
+def find_newest(allowed: str) -> str:
+    """Return the newest release of vLLM among the allowed versions; empty: among all."""
+    names = [one["filename"] for one in list_files("vllm") if one["filename"].endswith(PLATFORM)]
+    return str(max(SpecifierSet(allowed).filter(Version(name.split("-")[1]) for name in names)))
+
+
+def read_names(vllm_version: str, deepspeed_version: str) -> dict[str, str]:
+    """Return the definitions of the names that the source uses, where there is one.
+
+    They are read from the CUDA wheels of a vLLM and of the torch that it requires, and from the source of a DeepSpeed.
+    """
     vllm = Wheel(*find_file("vllm", f"vllm-{vllm_version}-cp", PLATFORM))
     (torch_version,) = [line.removeprefix("torch==") for line in vllm.requirements() if line.startswith("torch==")]
     print(f"vLLM {vllm_version}, torch {torch_version} and DeepSpeed {deepspeed_version}")
-    return {
+    sources = {
         "vllm": vllm,
         "torch": Wheel(*find_file("torch", f"torch-{torch_version}-cp311-cp311-", PLATFORM)),
         "deepspeed": SourceArchive(fetch(find_file("deepspeed", f"deepspeed-{deepspeed_version}", ".tar.gz")[0], {})),
     }
+    definitions = {package: Definitions(source) for package, source in sources.items()}
+    names = {}
+    for use in find_uses():
+        try:
+            names[use.name] = definitions[use.name.partition(".")[0]].describe(use.name)
+        except LookupError:
+            print(f"{use.place}: the CUDA wheel does not define {use.name}")
+    return names
 
 
 def main() -> None:
     """Read the wheels, and write the table or compare with it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--against", metavar="VERSION", help="compare this vLLM's names with the table, and write nothing")
+    parser.add_argument("--against", metavar="VERSION", help="compare this vLLM, or the newest, with the table; write nothing")
     against = parser.parse_args().against
-    pins = read_pins()
-    vllm_version, deepspeed_version = (pins[package].partition("==")[2] for package in ("vllm", "deepspeed"))
-    sources = read_sources(against or vllm_version, deepspeed_version)
-    definitions = {package: Definitions(source) for package, source in sources.items()}
-    names, absent = {}, []
-    for use in find_uses():
-        try:
-            names[use.name] = definitions[use.name.partition(".")[0]].describe(use.name)
-        except LookupError:
-            absent.append(f"{use.place}: the CUDA wheel does not define {use.name}")
+    pins, allowed = read_pins(), read_range()
     if against:
-        lines = differences(json.loads(TABLE.read_text())["names"], names)
+        version = find_newest("") if against == "newest" else against
+        lines = differences(json.loads(TABLE.read_text())["names"], read_names(version, pins["deepspeed"]))
         print("\n".join(lines or ["no name differs"]))
-    if absent:
-        sys.exit("\n".join(["error:", *absent]))
-    if not against:
-        TABLE.write_text(json.dumps({"pins": pins, "names": dict(sorted(names.items()))}, indent=1) + "\n")
-        print(f"{len(names)} names in {TABLE.name}")
+        if lost := losses(lines):
+            sys.exit("\n".join(["error: of what the source uses is gone:", *lost]))
+        return
+    names = read_names(pins["vllm"], pins["deepspeed"])
+    if absent := {use.name for use in find_uses()} - names.keys():
+        sys.exit(f"error: the pinned versions do not define {', '.join(sorted(absent))}")
+    newest = find_newest(allowed)
+    table = {"pins": pins, "range": allowed, "names": dict(sorted(names.items()))}
+    table["others"] = {newest: differences(names, read_names(newest, pins["deepspeed"]))}
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(names)} names in {TABLE.name}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ Nothing is imported: definitions are read from sources, of an installed package 
 import ast
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "tests/gpu_names.json"
-"""The definitions in the CUDA wheels, written by `.ci/read_cuda_wheels.py`."""
+"""The definitions in the CUDA wheels of the pins, and the differences of a newer vLLM; `.ci/read_cuda_wheels.py` writes it."""
 ROOMS = ("actor", "common", "deploy", "lab", "learner")
 PACKAGES = ("vllm", "deepspeed", "torch.cuda", "torch.distributed", "torch._C._distributed_c10d", "torch.nn.attention")
 """The packages whose names are looked up; the rest of torch is the same on every device."""
@@ -76,10 +76,15 @@ class Folder:
 
 
 def read_pins() -> dict[str, str]:
-    """Return the requirements of pyproject.toml that decide which wheels a GPU gets."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
-    return {name: line for line in lines for name in ("vllm", "torch", "deepspeed") if re.match(rf"{name}\b", line)}
+    """Return the versions in constraints.txt of the packages whose wheels depend on the GPU."""
+    lines = re.findall(r"^(deepspeed|torch|vllm)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return dict(lines)
+
+
+def read_range() -> str:
+    """Return the versions of vLLM that pyproject.toml allows on a GPU."""
+    (line,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+    return line.removeprefix("vllm")
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -94,15 +99,29 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     return lines
 
 
+def losses(lines: Iterable[str]) -> list[str]:
+    """Return the lines of `differences` by which a name is gone, or a parameter or field that the source has a word for."""
+    ours = {word for path in _files() for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    found = []
+    for line in lines:
+        was, now = ({word[1:].rstrip("=") for word in line.split() if word[0] == sign} for sign in "-+")
+        if line.startswith("gone: ") or (was - now) & ours:
+            found.append(line)
+    return found
+
+
 def _words(definition: str) -> list[str]:
     return re.findall(r"[^\s(),;]+", definition)
 
 
 def find_uses() -> list[Use]:
     """Return every use in the source, and the names in `ALSO`."""
-    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    uses = [use for path in files for use in _uses_in(path) if use.name not in IN_NO_STUB]
+    uses = [use for path in _files() for use in _uses_in(path) if use.name not in IN_NO_STUB]
     return uses + [Use(name, "tests/gpu_names.py") for name in ALSO]
+
+
+def _files() -> list[Path]:
+    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def _uses_in(path: Path) -> Iterator[Use]:

@@ -5,14 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from tests import gpu_names
-from tests.gpu_names import TABLE, Definitions, Folder, Use, differences, find_uses, read_pins
+from tests.gpu_names import TABLE, Definitions, Folder, Use, differences, find_uses, losses, read_pins, read_range
 
 WRITE = "run: python .ci/read_cuda_wheels.py"
 USES = find_uses()
 TABLE_OF_WHEELS = json.loads(TABLE.read_text())
 NAMES: dict[str, str] = TABLE_OF_WHEELS["names"]
+OTHERS: dict[str, list[str]] = TABLE_OF_WHEELS["others"]
+"""What the other versions of vLLM that are allowed, with their torch, define otherwise than `NAMES`."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,19 @@ def installed() -> Definitions:
 
 
 def test_wheels_were_read_for_the_pins_of_the_project() -> None:
-    assert TABLE_OF_WHEELS["pins"] == read_pins(), WRITE
+    assert (TABLE_OF_WHEELS["pins"], TABLE_OF_WHEELS["range"]) == (read_pins(), read_range()), WRITE
+
+
+def test_wheels_were_read_for_each_minor_version_of_vllm_that_is_allowed() -> None:
+    read = {Version(version).release[:2] for version in (read_pins()["vllm"], *OTHERS)}
+    allowed = SpecifierSet(read_range())
+    assert read == {(0, minor) for minor in range(100) if f"0.{minor}.0" in allowed}, WRITE
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_no_name_or_parameter_is_gone_in_another_version_that_is_allowed(version: str) -> None:
+    assert OTHERS[version], "an empty list may mean that nothing was read"
+    assert losses(OTHERS[version]) == []
 
 
 def test_wheels_were_asked_for_every_name_that_the_source_uses() -> None:
@@ -112,6 +128,17 @@ def test_what_another_version_defines_otherwise_is_said_by_name_and_parameter() 
         "changed: p.c: -value +module",
         "changed: p.d: another order",
     ]
+
+
+def test_lost_names_and_parameters_that_the_source_uses_are_told_from_others() -> None:
+    gone = ["gone: p.a", "changed: p.b: -weight_versions +w", "changed: p.c: -value +module"]
+    kept = [
+        "new: p.f (x)",
+        "changed: p.d: -timeout +timeout= +z",
+        "changed: p.e: another order",
+        "changed: p.g: -not_used_by_us",
+    ]
+    assert losses([*gone, *kept]) == gone
 
 
 def test_uses_are_found_with_their_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
