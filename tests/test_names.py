@@ -48,10 +48,14 @@ NO_IDENTIFIERS = {
     *(
         "ChatOpenAI",
         "GraphRecursionError",
+        "dump_dir",
         "flash_attn.cute",
         "fp8_per_block",
         "llama3_json",
         "reflect_on_tool_use",
+        "return_weight_versions",
+        "sleep_mode_backend",
+        "watchdog_config",
     ),  # of libraries
     # Settings of other frameworks.
     *("entropy_loss_coef", "is_weight", "kl_horizon", "kl_k3", "kl_penalty", "pg_clip_high", "pg_clip_low"),

@@ -44,8 +44,8 @@ from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
 from offbeat.protocols.payload import Segment
 
-WRITTEN_FOR = "0.32"
-"""vLLM release whose `INTERNALS` this module uses."""
+WRITTEN_FOR = "0.32 or 0.33"
+"""vLLM releases whose `INTERNALS` this module uses."""
 INTERNALS = (
     "output_processor.request_states",
     "output_processor.add_request",
