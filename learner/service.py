@@ -30,12 +30,11 @@ from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.hub import ActorLink
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.policy.process_group import naming_lost_ranks
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.restart.run_identity import software_versions
 from offbeat.learner.training.checkpoints import CheckpointFailedError
-from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.ranks import RankedTrainer, naming_lost_ranks
 from offbeat.learner.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)

@@ -28,12 +28,11 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.hub import ActorLink, HubThread, hub_rejections, max_peers, open_hub, open_weight_hub, publish_address
 from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
 from offbeat.learner.leases.demand import Demand, last_actor_hours
-from offbeat.learner.policy.process_group import naming_lost_ranks
 from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints, RunState, mirroring, noting_evaluations, open_folder, restore
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
-from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.ranks import RankedTrainer, naming_lost_ranks
 from offbeat.learner.training.trainer import Scored, Trainer
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import resolve_transport

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import xxhash
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.common.errors import LostProcessError, SettingError
+from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import launcher_number, launcher_rank
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, report_ready
 from offbeat.common.records.logs import doing
@@ -133,14 +133,14 @@ def _meet(rank: int, world_size: int) -> Store:
             keys = [f"offbeat/{other}" for other in range(world_size)]
             store.wait(keys, timedelta(seconds=MEET_S))
         except dist.DistError as error:
-            problem = f"the learner processes did not meet there ({_reason(error)})"
+            problem = f"the learner processes did not meet there ({reason_of(error)})"
             raise SettingError("environment variables MASTER_ADDR:MASTER_PORT", f"{host}:{port}", problem, cure) from error
     places = ", ".join(sorted({store.get(key).decode() for key in keys}))
     with doing(logger, f"connecting the learner processes through {places}"):
         try:
             dist.ProcessGroupGloo(PrefixStore("offbeat/trial", store), rank, world_size, timedelta(seconds=CONNECT_S))
         except RuntimeError as error:
-            problem = f"the learner processes cannot connect to each other through {places} ({_reason(error)})"
+            problem = f"the learner processes cannot connect to each other through {places} ({reason_of(error)})"
             cure = (
                 "Set it on each machine to the interface that leads to the others, and open the ports of "
                 "net.ipv4.ip_local_port_range between them."
@@ -159,7 +159,7 @@ def _refusal(host: str, port: int) -> str:
     return ""
 
 
-def _reason(error: RuntimeError) -> str:
+def reason_of(error: RuntimeError) -> str:
     """Return what torch says in its first sentence, without the file's name where gloo puts it."""
     text = str(error).partition(". This is typically")[0].splitlines()[0]
     return re.sub(r"\[[^]]*gloo/transport[^]]*\] ", "", text)[:300]
@@ -183,21 +183,6 @@ def notice_lost_machines() -> None:
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     for option, value in (*timing, (socket.TCP_USER_TIMEOUT, LOST_S * 1000)):
                         found.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-@contextlib.contextmanager
-def naming_lost_ranks() -> Iterator[None]:
-    """Raise `LostProcessError` for what torch.distributed raises in this context after another rank was lost."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo has no class of its own for errors, only its files' names in their texts.
-        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
-            raise
-        raise LostProcessError(
-            f"another process of the learner was lost ({_reason(error)}). Look at its log, its machine and the network between "
-            "them; then start all processes again with run.resume=true"
-        ) from error
 
 
 def take_memory(device: torch.device) -> None:

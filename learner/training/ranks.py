@@ -5,6 +5,7 @@ it; the other ranks wait in `follow` and make the same calls.
 """
 
 import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never, get_args
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offbeat.common.errors import LostProcessError
 from offbeat.common.weights.flat import Address, WeightBuffer, buffer_bytes, map_bytes, named_views, pin
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.policy.process_group import notice_lost_machines
+from offbeat.learner.policy.process_group import notice_lost_machines, reason_of
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
 
@@ -26,6 +28,21 @@ if TYPE_CHECKING:
 
 COMMAND_TIMEOUT_S = 600.0
 """A rank fails after this long without a command. Rank 0 sends `Idle` while it waits for rollouts."""
+
+
+@contextlib.contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise `LostProcessError` for what torch.distributed raises in this context after another rank was lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class of its own for errors, only its files' names in their texts.
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        raise LostProcessError(
+            f"another process of the learner was lost ({reason_of(error)}). Look at its log, its machine and the network "
+            "between them; then start all processes again with run.resume=true"
+        ) from error
 
 
 class RankCommand(msgspec.Struct, tag=True):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from offbeat.common.errors import LostProcessError, SettingError
 from offbeat.common.records import logs
 from offbeat.learner.policy import process_group
+from offbeat.learner.training.ranks import naming_lost_ranks
 from tests.deploy.machines_apart import Machines, cut_cable, move_to, two_machines
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ PATIENCE_S = 120.0
 PORT = 29500
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.learner.policy.process_group", "tests.deploy.machines_apart"])
+context.set_forkserver_preload(["offbeat.learner.training.ranks", "tests.deploy.machines_apart"])
 
 Rank = tuple[BaseProcess, Connection]
 
@@ -50,7 +51,7 @@ def run_rank(prefix: Sequence[str], variables: dict[str, str], limits: dict[str,
     process_group.logger.addHandler(Lines(connection))
     process_group.logger.setLevel(logging.INFO)
     try:
-        with process_group.naming_lost_ranks():
+        with naming_lost_ranks():
             process_group.join_process_group()
             connection.send("joined")
             while True:
