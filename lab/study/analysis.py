@@ -4,6 +4,7 @@ A published claim is held to the rows: its sentence says "confirmed" only where 
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ def area(row: StudyRow) -> float:
         known += [(row.num_steps, row.final_reward)] if row.num_steps > known[-1][0] else []
         known.append((num_planned, row.final_reward))
     pieces = itertools.pairwise(known)
-    return sum((end - start) * (first + second) / 2 for (start, first), (end, second) in pieces) / num_planned
+    # `sum` rounds differently from Python 3.12 on.
+    return math.fsum((end - start) * (first + second) / 2 for (start, first), (end, second) in pieces) / num_planned
 
 
 def planned_steps(row: StudyRow) -> int:
