@@ -68,14 +68,12 @@ def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TC
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """Return a member's connection to the learner's store; raise `CollectiveError` if nothing answers there."""
-    try:
-        # torch prints a page where it finds nobody. The store does not mind a connection that is closed again.
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except OSError as error:
+    # torch prints a page where it finds nobody.
+    if reason := refusal(host, port, timeout_s):
         raise CollectiveError(
-            f"weights.port = {port}: {host} does not answer there ({error.strerror or error}). Open this port on the learner's "
-            'machine, and let the machines of actors reach it, or set weights.backend = "pull"'
-        ) from error
+            f"weights.port = {port}: {host} does not answer there ({reason}). Open this port on the learner's machine, and let "
+            'the machines of actors reach it, or set weights.backend = "pull"'
+        )
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -168,6 +166,15 @@ def _gloo_group(store: TCPStore, seat: Seat) -> dist.ProcessGroup:
 def group_store(store: TCPStore, epoch: int) -> Store:
     """Return the part of the learner's store in which the members of this epoch's group meet."""
     return PrefixStore(f"group/{epoch}", store)
+
+
+def refusal(host: str, port: int, timeout_s: float) -> str:
+    """Return the reason why no store answers there, or "". A store does not mind a connection that is closed again."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def local_address(host: str, port: int) -> str:

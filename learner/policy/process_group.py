@@ -25,7 +25,7 @@ from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import setting_names, setting_text
-from offbeat.common.weights.collectives import local_address
+from offbeat.common.weights.collectives import local_address, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -117,16 +117,16 @@ def _meet(rank: int, world_size: int) -> Store:
     )
 
     def state() -> str:
-        refusal = _refusal(host, port)
-        return f": it does not answer ({refusal}). {cure}" if refusal else f": it answers, and others have not come. {cure}"
+        reason = refusal(host, port, ANSWER_S)
+        return f": it does not answer ({reason}). {cure}" if reason else f": it answers, and others have not come. {cure}"
 
     with doing(logger, f"waiting for all {world_size} learner processes at MASTER_ADDR:MASTER_PORT = {host}:{port}", state):
         try:
             deadline = time.monotonic() + MEET_S
             # Before torch looks for rank 0, because it prints a page where it finds nobody.
-            while rank and (refusal := _refusal(host, port)):
+            while rank and (reason := refusal(host, port, ANSWER_S)):
                 if time.monotonic() > deadline:
-                    raise dist.DistNetworkError(f"no answer within {MEET_S:g} s: {refusal}")
+                    raise dist.DistNetworkError(f"no answer within {MEET_S:g} s: {reason}")
                 time.sleep(LOOK_S)
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_S)))
             store.set(f"offbeat/{rank}", f"{os.environ.get('GLOO_SOCKET_IFNAME', 'no interface')} of {socket.gethostname()}")
@@ -148,15 +148,6 @@ def _meet(rank: int, world_size: int) -> Store:
             chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
             raise SettingError("environment variable GLOO_SOCKET_IFNAME", chosen, problem, cure) from error
     return store
-
-
-def _refusal(host: str, port: int) -> str:
-    """Return the reason why nothing can be reached there, or "". The store does not mind a connection that is closed again."""
-    try:
-        socket.create_connection((host, port), timeout=ANSWER_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def reason_of(error: RuntimeError) -> str:

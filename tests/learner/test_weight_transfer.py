@@ -270,7 +270,7 @@ def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> Non
     assert not receiver_threads()
 
 
-def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
+def test_receiver_without_a_learner_names_the_setting_of_the_port_and_lives() -> None:
     receiver = WeightReceiver(SMALL, no_link)
     try:
         receiver.announce(update_from(9, 0.5))
@@ -278,7 +278,8 @@ def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
         while (outcome := receiver.outcome()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert outcome.error
+        expected = "weights.port = 9: 127.0.0.1 does not answer there (Connection refused). Open this port"
+        assert outcome.error is not None and outcome.error.startswith(expected)
     finally:
         receiver.close()
     assert not receiver_threads()

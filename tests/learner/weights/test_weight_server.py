@@ -16,7 +16,7 @@ from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.server import MAX_SERVINGS, WeightServer
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull, WeightUpdate
+from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull
 from offbeat.protocols.wire import Array
 
 pytestmark = pytest.mark.slow
@@ -135,7 +135,7 @@ def pull_from(port: int, *, expected: int | None = None, timeout_s: float = PATI
     )
 
 
-def outcome_of(receiver: WeightReceiver, pull: WeightPull | WeightUpdate) -> TransferEnd:
+def outcome_of(receiver: WeightReceiver, pull: WeightPull) -> TransferEnd:
     receiver.announce(pull)
     deadline = time.monotonic() + PATIENCE_S
     while (outcome := receiver.outcome()) is None:
@@ -144,7 +144,7 @@ def outcome_of(receiver: WeightReceiver, pull: WeightPull | WeightUpdate) -> Tra
     return outcome
 
 
-def error_of(receiver: WeightReceiver, pull: WeightPull | WeightUpdate) -> str:
+def error_of(receiver: WeightReceiver, pull: WeightPull) -> str:
     error = outcome_of(receiver, pull).error
     assert error is not None
     return error
@@ -247,25 +247,6 @@ def test_server_that_does_not_answer_is_named() -> None:
         receiver.close()
     source = f"the weight server at 127.0.0.1:{port} (weights.pull_port)"
     assert error.startswith(f"no chunk from {source} within 0.3 s (weights.timeout_s)")
-
-
-def test_store_of_the_collective_that_does_not_answer_is_named_with_its_setting(receiver: WeightReceiver) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as freed:
-        port = freed.getsockname()[1]
-    update = WeightUpdate(
-        policy_version=VERSION,
-        epoch=1,
-        rank=1,
-        world_size=2,
-        store_host="127.0.0.1",
-        store_port=port,
-        backend="gloo",
-        bucket_bytes=CHUNK_BYTES,
-        checksum=checksum(FLAT),
-        timeout_s=PATIENCE_S,
-    )
-    error = error_of(receiver, update)
-    assert error.startswith(f"weights.port = {port}: 127.0.0.1 does not answer there (Connection refused). Open this port")
 
 
 def test_pull_that_a_newer_announcement_replaces_is_no_news(server: WeightServer, receiver: WeightReceiver) -> None:
