@@ -16,7 +16,7 @@ USES = find_uses()
 TABLE_OF_WHEELS = json.loads(TABLE.read_text())
 NAMES: dict[str, str] = TABLE_OF_WHEELS["names"]
 OTHERS: dict[str, list[str]] = TABLE_OF_WHEELS["others"]
-"""What the other versions of vLLM that are allowed, with their torch, define otherwise than `NAMES`."""
+"""Differences from `NAMES` in the other versions of vLLM that are allowed, with their torch, by version."""
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ start at multiples of some bytes."""
 
 
 class HeadSettings(NamedTuple):
-    """How an output layer's states become log-probs; see `token_logprobs`."""
+    """The settings of `token_logprobs`, which explains each."""
 
     temperature: float = 1.0
     max_chunk_logits: int = MAX_CHUNK_LOGITS
@@ -55,9 +55,9 @@ class HeadSettings(NamedTuple):
 
 
 class ChunkSums(NamedTuple):
-    """What is known of each token's distribution after some chunks of the vocabulary, `[num_tokens]` each.
+    """The sums over some chunks of the vocabulary from which a token's distribution follows, `[num_tokens]` each.
 
-    Sums over chunks are float64: it costs little, and there may be many chunks.
+    They are float64: it costs little, and there may be many chunks.
     """
 
     target_logits: Tensor
@@ -71,7 +71,7 @@ class Targets(NamedTuple):
     """The given tokens, as one chunk of the vocabulary sees them."""
 
     inside: Tensor
-    """Whether each token is in the chunk, `[num_tokens]`."""
+    """True for tokens that are in the chunk, `[num_tokens]`."""
     columns: Tensor
     """Its column there, 0 if it is not, `[num_tokens, 1]`."""
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path.home() / ".cache/offbeat-gpu-lease"
-"""Where vLLM's wheel, of 300 MB, stays for the next kit."""
+"""Folder that keeps vLLM's wheel, of 300 MB, for the next kit."""
 LIMIT_BYTES = 52 << 20
-"""What travels in one call is 64 MiB, and the working tree takes ten."""
+"""Largest kit: 64 MiB travel in one call, and the working tree takes ten of them."""
 ARCHITECTURE = 90
 """The GPUs' architecture, sm_90: H100 and H200."""
 FATBIN = struct.Struct("<IHHQ")
@@ -43,14 +43,14 @@ OFFBEAT = """
 annotated-types antlr4-python3-runtime datasets dill gguf hjson httpcore2 httpx2 latex2sympy2_extended math-verify msgspec
 multiprocess Pebble plotly pydantic pydantic_core pyzmq starlette truststore typing-inspection uvicorn
 """
-"""What offbeat imports and the machine does not have."""
+"""Packages that offbeat imports and the machine does not have."""
 FOR_VLLM = """
 apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf distro fastapi ijson interegular jiter jmespath
 jsonschema jsonschema-specifications lark llguidance lm-format-enforcer loguru mistral_common model-hosting-container-standards
 openai openai-harmony outlines_core partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry
 pydantic-extra-types python-json-logger referencing rpds-py setproctitle sniffio supervisor watchfiles xgrammar
 """
-"""What vLLM imports when an engine starts."""
+"""Packages that vLLM imports when an engine starts, and the machine does not have."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 DROPPED = {

@@ -129,7 +129,7 @@ COMPLETIONS: dict[str, Callable[[Any], None]] = {
     "vllm.v1.engine.output_processor": _complete_output_processor,
     "vllm.v1.worker.lora_model_runner_mixin": _complete_runner,
 }
-"""What completes a module, by its name."""
+"""The function that completes each module, by the module's name."""
 
 
 class _Completer(importlib.abc.MetaPathFinder):

@@ -34,7 +34,7 @@ Tell = Callable[[str, object], None]
 
 
 class Results(NamedTuple):
-    """What a learner computes."""
+    """Vectors that a learner on a GPU and one on a CPU compute alike."""
 
     gradient: Tensor
     """Of all matrices, one float32 vector: under ZeRO no others are read."""
