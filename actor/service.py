@@ -19,7 +19,7 @@ from typing import Literal, assert_never, get_args
 
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
@@ -104,13 +104,15 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
             engine = make_engine(
                 config.actor.engine,
                 str(model),
-                dtype=config.model.dtype,
-                max_model_len=config.model.max_length,
-                hashes=hash_model(model),
-                seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
-                options=config.actor.engine_options,
-                images=images,
-                records_experts=config.loss.routing_replay == "sampled",
+                EngineSettings(
+                    dtype=config.model.dtype,
+                    max_model_len=config.model.max_length,
+                    hashes=hash_model(model),
+                    seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+                    options=config.actor.engine_options,
+                    images=images,
+                    records_experts=config.loss.routing_replay == "sampled",
+                ),
             )
         report_ready()
         info = engine.info

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.protocols.message_parts import ModelHashes
@@ -24,13 +24,15 @@ def start(folder: Path, *, records_experts: bool = False) -> Engine:
     return make_engine(
         "transformers",
         str(folder),
-        dtype="float32",
-        max_model_len=64,
-        hashes=ModelHashes("", "", ""),
-        seed=3,
-        # Of a GPU, transformers would take nearly all memory for three completions.
-        options={"max_memory_percent": 0.1},
-        records_experts=records_experts,
+        EngineSettings(
+            dtype="float32",
+            max_model_len=64,
+            hashes=ModelHashes("", "", ""),
+            seed=3,
+            # Of a GPU, transformers would take nearly all memory for three completions.
+            options={"max_memory_percent": 0.1},
+            records_experts=records_experts,
+        ),
     )
 
 

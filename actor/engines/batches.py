@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 
-from offbeat.actor.engines.engine import check_options
+from offbeat.actor.engines.engine import EngineSettings, check_options
 from offbeat.common.errors import SettingError
 from offbeat.common.models.routing import record_routing
 from offbeat.common.settings.library_options import RESERVED, SHARE_OPTIONS
@@ -36,18 +36,6 @@ class FinishedCompletion(NamedTuple):
     logprobs: Sequence[float]
     experts: NDArray[np.uint8] | None
     """See `Completion.experts`."""
-
-
-class BatchSettings(NamedTuple):
-    """The settings of either kind of batches."""
-
-    eos_token_ids: Sequence[int]
-    max_model_len: int
-    seed: int
-    options: Mapping[str, Any]
-    """`actor.engine_options`."""
-    records_experts: bool
-    """Completions come with their experts."""
 
 
 class ExpertRecord:
@@ -89,7 +77,7 @@ class ExpertRecord:
 class PagedBatches:
     """Unfinished completions in transformers' manager, whose thread is never started; `step` does the work of that loop."""
 
-    def __init__(self, model: PreTrainedModel, settings: BatchSettings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: EngineSettings, eos_token_ids: Sequence[int]) -> None:
         """Make the cache, and run the model once. `options` are of `ContinuousBatchingConfig`."""
         options = settings.options
         if settings.records_experts:
@@ -104,7 +92,7 @@ class PagedBatches:
         manager.warmup()
         assert manager.batch_processor is not None
         self._model = model
-        self._eos_token_ids = list(settings.eos_token_ids)
+        self._eos_token_ids = list(eos_token_ids)
         self._batches = manager.batch_processor
         self._outputs = manager.output_router.output_queue
         self._experts: ExpertRecord | None = ExpertRecord(model) if settings.records_experts else None
@@ -223,7 +211,7 @@ class _Batch:
 class OwnCaches:
     """Unfinished completions, a pass for each batch in every step."""
 
-    def __init__(self, model: PreTrainedModel, settings: BatchSettings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: EngineSettings, eos_token_ids: Sequence[int]) -> None:
         """Make no cache yet: each batch has its own, from its first pass to its end."""
         for name, value in settings.options.items():
             if name == SHARE_OPTIONS["transformers"]:
@@ -232,7 +220,7 @@ class OwnCaches:
             problem = f"{type(model).__name__} has no paged cache, which transformers' continuous batching needs"
             raise SettingError(f"actor.engine_options.{name}", value, problem, "Remove it.")
         self._model = model
-        self._eos_token_ids = set(settings.eos_token_ids)
+        self._eos_token_ids = set(eos_token_ids)
         self._records_experts = settings.records_experts
         # Mamba has a name of its own for it.
         parameters = inspect.signature(model.forward).parameters

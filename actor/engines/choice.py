@@ -1,45 +1,24 @@
 """The choice of the engine that an actor samples with."""
 
 import importlib.util
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.common.errors import SettingError
-from offbeat.common.models.images import ImageReader
 from offbeat.common.processes.environment import fast_imports
-from offbeat.protocols.message_parts import ModelHashes
 
 if TYPE_CHECKING:
     from offbeat.actor.engines.transformers_engine import TransformersEngine
     from offbeat.actor.engines.vllm_engine import VllmEngine
 
 
-def make_engine(
-    name: Literal["auto", "vllm", "transformers"],
-    model_path: str,
-    *,
-    dtype: str,
-    max_model_len: int,
-    hashes: ModelHashes,
-    seed: int,
-    options: Mapping[str, Any],
-    images: ImageReader | None = None,
-    records_experts: bool = False,
-) -> Engine:
-    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
-
-    `images` reads the images of prompts; only vLLM takes some. With `records_experts` completions come with theirs.
-    """
-    chosen: Any = engine_class(name)
-    arguments: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "hashes": hashes, "seed": seed}
-    arguments |= {"options": options, "records_experts": records_experts}
-    if images is None:
-        return chosen(model_path, **arguments)
-    if chosen.__name__ != "VllmEngine":
+def make_engine(name: Literal["auto", "vllm", "transformers"], model_path: str, settings: EngineSettings) -> Engine:
+    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed."""
+    chosen = engine_class(name)
+    if settings.images is not None and chosen.__name__ != "VllmEngine":
         problem = "prompts have images, which only vLLM takes"
         raise SettingError("actor.engine", name, problem, "Install offbeat[cpu] or offbeat[cuda], or remove data.image_field.")
-    return chosen(model_path, **arguments, images=images)
+    return chosen(model_path, settings)
 
 
 def engine_class(name: Literal["auto", "vllm", "transformers"]) -> "type[VllmEngine] | type[TransformersEngine]":

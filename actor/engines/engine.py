@@ -7,11 +7,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
-from offbeat.common.models.images import ImagePatches
+from offbeat.common.models.images import ImagePatches, ImageReader
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.protocols.message_parts import EngineInfo
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
 from offbeat.protocols.payload import Segment, Turn
+
+
+class EngineSettings(NamedTuple):
+    """Everything besides its model that an engine is made with."""
+
+    dtype: str
+    max_model_len: int
+    """Tokens of the longest prompt with its completion."""
+    hashes: ModelHashes
+    seed: int
+    """Seed of the process's random state; no two actors may share it."""
+    options: Mapping[str, Any]
+    """Further options of the library: `actor.engine_options`."""
+    images: ImageReader | None = None
+    """Reads the images of prompts, of which vLLM alone takes some; None: prompts have none."""
+    records_experts: bool = False
+    """Completions come with their experts."""
 
 
 class Completion(NamedTuple):

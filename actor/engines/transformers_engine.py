@@ -6,7 +6,6 @@ themselves (`OwnCaches`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from offbeat.actor.engines.batches import BatchSettings, FinishedCompletion, OwnCaches, PagedBatches
-from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_prompt_length
+from offbeat.actor.engines.batches import FinishedCompletion, OwnCaches, PagedBatches
+from offbeat.actor.engines.engine import CacheUse, Completion, EngineSettings, Score, check_prompt_length
 from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches
@@ -24,7 +23,7 @@ from offbeat.common.models.routing import record_routing
 from offbeat.common.processes.process_table import processor_name
 from offbeat.common.weights.flat import WeightBuffer, tensor_dtype
 from offbeat.common.weights.nccl_group import gpu_uuid
-from offbeat.protocols.message_parts import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo
 from offbeat.protocols.messages import Sampling
 from offbeat.protocols.payload import Segment
 
@@ -35,45 +34,31 @@ GREEDY_TEMPERATURE = 1e-6
 class TransformersEngine:
     """An `Engine` on transformers."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        hashes: ModelHashes,
-        seed: int,
-        options: Mapping[str, Any],
-        records_experts: bool = False,
-    ) -> None:
-        """Load the model; its weights count as version -1. `options` are of `ContinuousBatchingConfig`.
+    def __init__(self, model_path: str, settings: EngineSettings) -> None:
+        """Load the model; its weights count as version -1. The options are of `ContinuousBatchingConfig`.
 
-        With `records_experts` completions come with their experts, and no CUDA graphs are used.
-        A model without plain attention takes no options.
+        Where experts are recorded, no CUDA graphs are used. A model without plain attention takes no options.
 
         From a folder without weights the model is made of its config, and first samples after `load_weights`.
-
-        `seed` seeds the random state of the process; no two actors may share it.
         """
         transformers.utils.logging.disable_progress_bar()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         has_files = has_weight_files(model_path)
         make = _load_model if has_files else _make_model
-        self._model: PreTrainedModel = make(model_path, tensor_dtype(dtype))
+        self._model: PreTrainedModel = make(model_path, tensor_dtype(settings.dtype))
         nn.Module.to(self._model, device)
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
         make_batches = PagedBatches if _choose_attention(self._model) else OwnCaches
-        settings = BatchSettings(self._eos_token_ids, max_model_len, seed, options, records_experts)
-        self._batches = make_batches(self._model, settings)
+        self._batches = make_batches(self._model, settings, self._eos_token_ids)
         if not has_files:
             _spoil(self._model)
         self.info = EngineInfo(
             name="transformers",
             version=transformers.__version__,
-            dtype=dtype,
+            dtype=settings.dtype,
             device=device.type,
-            max_model_len=max_model_len,
-            hashes=hashes,
+            max_model_len=settings.max_model_len,
+            hashes=settings.hashes,
             gpu=gpu_uuid(0) if device.type == "cuda" else None,
             has_weight_files=has_files,
             processor=processor_name(device.type),

@@ -31,16 +31,16 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from offbeat.actor.engines import vllm_images
-from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_options, check_prompt_length
+from offbeat.actor.engines.engine import CacheUse, Completion, EngineSettings, Score, check_options, check_prompt_length
 from offbeat.actor.engines.vllm_worker import LOAD_FORMAT, WeightLoading
 from offbeat.common.errors import LostProcessError, ServiceError, SettingError, one_line
 from offbeat.common.models.folders import has_weight_files
-from offbeat.common.models.images import ImagePatches, ImageReader
+from offbeat.common.models.images import ImagePatches
 from offbeat.common.processes.process_table import processor_name
 from offbeat.common.settings.library_options import RESERVED
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.common.weights.nccl_group import gpu_uuid
-from offbeat.protocols.message_parts import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo
 from offbeat.protocols.messages import Sampling
 from offbeat.protocols.payload import Segment
 
@@ -71,40 +71,26 @@ class VllmEngine:
     before. Segments are exact, because steps in flight are finished before weights change.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        hashes: ModelHashes,
-        seed: int,
-        options: Mapping[str, Any],
-        images: ImageReader | None = None,
-        records_experts: bool = False,
-    ) -> None:
-        """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
+    def __init__(self, model_path: str, settings: EngineSettings) -> None:
+        """Load the model; its weights count as version -1. The options are of `vllm.EngineArgs`.
 
-        With `records_experts` completions come with their experts: on GPUs only.
+        Experts are recorded on GPUs only.
 
         From a folder without weights the model is made of its config, and first samples after `load_weights`.
 
-        `images` reads the images of prompts; None: prompts have none.
-
-        `seed` seeds the random state of the process; no two actors may share it. A seed for each request would be slow on a
-        CPU, where vLLM samples such requests one by one.
+        The process has one seed: on a CPU vLLM samples requests that have seeds of their own one by one, which is slow.
         """
         # Otherwise vLLM runs the model in another process, and weights could change in the middle of a step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # By default every actor would bind its threads to the first cores, the same for all.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        self._images = images
+        self._images = images = settings.images
         if images is not None:
             vllm_images.prepare_imports()
         _import_model_class(model_path)
         own = {} if images is None else vllm_images.engine_options(images)
-        own |= {"dtype": dtype, "max_model_len": max_model_len, "seed": seed}
-        if records_experts:
+        own |= {"dtype": settings.dtype, "max_model_len": settings.max_model_len, "seed": settings.seed}
+        if settings.records_experts:
             own |= {"enable_return_routed_experts": True}
             if current_platform.is_cpu():
                 problem = "vLLM records the experts of a mixture on GPUs only"
@@ -112,12 +98,12 @@ class VllmEngine:
         has_files = has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
-        config = _engine_config(model_path, own=own, options=options)
+        config = _engine_config(model_path, own=own, options=settings.options)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
         check_internals(self._engine)
         # The client of an engine that runs in this process.
         self._core = cast(InprocClient, self._engine.engine_core).engine_core
-        self.info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
+        self.info = _describe(config, settings, has_weight_files=has_files)
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
         self._sampling_params: dict[Sampling, SamplingParams] = {}
@@ -299,17 +285,17 @@ def _no_collections() -> Iterator[None]:
         gc.collect = collect
 
 
-def _describe(config: VllmConfig, dtype: str, hashes: ModelHashes, *, takes_images: bool, has_weight_files: bool) -> EngineInfo:
+def _describe(config: VllmConfig, settings: EngineSettings, *, has_weight_files: bool) -> EngineInfo:
     return EngineInfo(
         name="vllm",
         version=vllm.__version__,
-        dtype=dtype,
+        dtype=settings.dtype,
         device=current_platform.device_type,
         max_model_len=config.model_config.max_model_len,
-        hashes=hashes,
+        hashes=settings.hashes,
         gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
         quantization=quantization_of(config),
-        takes_images=takes_images,
+        takes_images=settings.images is not None,
         has_weight_files=has_weight_files,
         processor=processor_name(current_platform.device_type),
     )

@@ -137,6 +137,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
 
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.engines.choice import make_engine
+    from offbeat.actor.engines.engine import EngineSettings
     from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
     from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
@@ -154,11 +155,13 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     engine = make_engine(
         "vllm",
         folder,
-        dtype="float32",
-        max_model_len=workload.max_length,
-        hashes=ModelHashes("", "", ""),
-        seed=0,
-        options={"max_num_seqs": INFLIGHT_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20},
+        EngineSettings(
+            dtype="float32",
+            max_model_len=workload.max_length,
+            hashes=ModelHashes("", "", ""),
+            seed=0,
+            options={"max_num_seqs": INFLIGHT_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20},
+        ),
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=False)

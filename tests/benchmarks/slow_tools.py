@@ -123,6 +123,7 @@ def loop() -> Iterator[Loop]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from offbeat.actor.engines.choice import make_engine
+    from offbeat.actor.engines.engine import EngineSettings
     from offbeat.actor.environments.messages import Begin
     from offbeat.actor.environments.worker_starts import WorkerStarts
     from offbeat.actor.environments.workers import Workers
@@ -134,7 +135,9 @@ def loop() -> Iterator[Loop]:
         make_tiny_model(folder, alphabet="0123456789+=")
         options = {"max_num_seqs": QUICK_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20, "block_size": 32}
         engine = make_engine(
-            "vllm", str(folder), dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(folder), seed=1, options=options
+            "vllm",
+            str(folder),
+            EngineSettings(dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(folder), seed=1, options=options),
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
         engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=True)

@@ -165,13 +165,16 @@ def measure_commits(connection: Connection, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from offbeat.actor.engines.choice import make_engine
+    from offbeat.actor.engines.engine import EngineSettings
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
     from offbeat.protocols.message_parts import ModelHashes
 
     prepare_environment()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
         make_tiny_model(Path(folder), alphabet="0123456789abcdefghijklmnopqrstuvwxyz+-=>")
-        engine = make_engine("vllm", folder, dtype=dtype, max_model_len=256, hashes=ModelHashes("", "", ""), seed=0, options={})
+        engine = make_engine(
+            "vllm", folder, EngineSettings(dtype=dtype, max_model_len=256, hashes=ModelHashes("", "", ""), seed=0, options={})
+        )
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_dtype(dtype))
     buffer = buffer_of(model.named_parameters())
     worker = cast(Any, engine)._engine.model_executor.driver_worker.worker

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Completion, Engine
+from offbeat.actor.engines.engine import Completion, Engine, EngineSettings
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.models.routing import record_routing
 from offbeat.learner.diagnostics.routing_metrics import routing_metrics
@@ -43,12 +43,14 @@ def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
     return make_engine(
         kind,  # pyright: ignore[reportArgumentType]
         str(folder),
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        hashes=ModelHashes("", "", ""),
-        seed=3,
-        options={},
-        records_experts=records_experts,
+        EngineSettings(
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            hashes=ModelHashes("", "", ""),
+            seed=3,
+            options={},
+            records_experts=records_experts,
+        ),
     )
 
 
@@ -432,11 +434,13 @@ def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
             make_engine(
                 kind,
                 str(tiny_model),
-                dtype="float32",
-                max_model_len=64,
-                hashes=ModelHashes("", "", ""),
-                seed=0,
-                options=options,
+                EngineSettings(
+                    dtype="float32",
+                    max_model_len=64,
+                    hashes=ModelHashes("", "", ""),
+                    seed=0,
+                    options=options,
+                ),
             )
 
 
@@ -464,7 +468,9 @@ def test_vllm_asked_for_and_not_installed_is_said_at_once(monkeypatch, tiny_mode
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match="not installed"):
         make_engine(
-            "vllm", str(tiny_model), dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=0, options={}
+            "vllm",
+            str(tiny_model),
+            EngineSettings(dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=0, options={}),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offbeat.actor.engines.choice import make_engine
+from offbeat.actor.engines.engine import EngineSettings
 from offbeat.common.models.folders import WEIGHT_FILES
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
@@ -25,7 +26,9 @@ def test_weights_of_an_update_are_all_that_the_model_needs(kind, tiny_model: Pat
         pytest.skip("vLLM is not installed")
     shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns(*WEIGHT_FILES))
     hashes = ModelHashes("", "", "")
-    engine = make_engine(kind, str(tmp_path / "model"), dtype="float32", max_model_len=64, hashes=hashes, seed=3, options={})
+    engine = make_engine(
+        kind, str(tmp_path / "model"), EngineSettings(dtype="float32", max_model_len=64, hashes=hashes, seed=3, options={})
+    )
     assert not engine.info.has_weight_files
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     weights = {name: parameter.data for name, parameter in model.named_parameters()}

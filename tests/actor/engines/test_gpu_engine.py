@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
@@ -36,11 +36,13 @@ def running(folder: Path, **options: Any) -> Iterator[Engine]:
     engine = make_engine(
         "vllm",
         str(folder),
-        dtype="bfloat16",
-        max_model_len=256,
-        hashes=ModelHashes("", "", ""),
-        seed=3,
-        options={"gpu_memory_utilization": 0.2, **options},
+        EngineSettings(
+            dtype="bfloat16",
+            max_model_len=256,
+            hashes=ModelHashes("", "", ""),
+            seed=3,
+            options={"gpu_memory_utilization": 0.2, **options},
+        ),
     )
     yield engine
     engine.close()

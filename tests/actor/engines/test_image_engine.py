@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Completion, Engine
+from offbeat.actor.engines.engine import Completion, Engine, EngineSettings
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageFile, ImageReader, hash_image
 from offbeat.common.settings.config import Config, DataSection, ModelSection
@@ -69,7 +69,7 @@ def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.Fix
     prompt = [5, start, *[token] * files[0].num_tokens, end, 6, 7, start, *[token] * files[1].num_tokens, end, 8]
 
     module = load_policy(Config(model=ModelSection(path=str(folder), dtype="float32"), data=DataSection(image_field="image")))
-    engine = make_engine("vllm", str(folder), **OPTIONS, images=reader)
+    engine = make_engine("vllm", str(folder), EngineSettings(**OPTIONS, images=reader))
     try:
         assert engine.info.takes_images
         names = ["a", "b", "c"]
@@ -121,4 +121,4 @@ def sample_rest(engine: Engine) -> list[Completion]:
 
 def test_engine_of_transformers_takes_no_images(tiny_vision_model: Path) -> None:
     with pytest.raises(SettingError, match="prompts have images, which only vLLM takes"):
-        make_engine("transformers", str(tiny_vision_model), **OPTIONS, images=ImageReader(tiny_vision_model))
+        make_engine("transformers", str(tiny_vision_model), EngineSettings(**OPTIONS, images=ImageReader(tiny_vision_model)))

@@ -29,18 +29,12 @@ def main(folder):
     import torch
     from transformers import AutoModelForCausalLM
     from offbeat.actor.engines.choice import make_engine
+    from offbeat.actor.engines.engine import EngineSettings
     from offbeat.protocols.message_parts import ModelHashes
     from offbeat.protocols.messages import Sampling
     from tests.weights import buffer_of
-    engine = make_engine(
-        "vllm",
-        folder,
-        dtype="float32",
-        max_model_len=64,
-        hashes=ModelHashes("", "", ""),
-        seed=0,
-        options={"tensor_parallel_size": 2},
-    )
+    settings = EngineSettings("float32", 64, ModelHashes("", "", ""), seed=0, options={"tensor_parallel_size": 2})
+    engine = make_engine("vllm", folder, settings)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     differences = []

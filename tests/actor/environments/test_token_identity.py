@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.actor.engines.choice import make_engine
-from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, PlayEpisode, SampleTurn, ToWorker, TurnSampled
 from offbeat.actor.environments.workers import Workers
@@ -74,10 +74,9 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
-    made = make_engine(
-        "vllm", str(tiny_model), dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(tiny_model), seed=1,
-        options={"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "block_size": 32},
-    )  # fmt: skip
+    options = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "block_size": 32}
+    hashes = hash_model(tiny_model)
+    made = make_engine("vllm", str(tiny_model), EngineSettings("float32", MAX_LENGTH, hashes, seed=1, options=options))
     yield made
     made.close()
 
