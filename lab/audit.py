@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from offbeat.common.records.rows import CanaryRow, EventRow, FinalRow, LedgerSums
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG
@@ -19,7 +18,7 @@ from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import replace_settings
 from offbeat.lab.prompt_order import PromptAudit, PromptOrder
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console, table
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.log_reading import Gap, LogDamagedError, Position, read_history
@@ -261,19 +260,19 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
 
 def print_checks(checks: Sequence[Check]) -> bool:
     """Print the checks as a table; return True when none is violated."""
-    table = Table()
-    for column in ("claim", "", "detail"):
-        table.add_column(column)
-    for check in checks:
-        add_claim(table, check.claim, check.violations, check.seen)
-    stdout_console().print(FittedTable(table))
+    stdout_console().print(claim_table(checks))
     return not any(check.violations for check in checks)
 
 
-def add_claim(table: Table, claim: str, violations: Sequence[str], seen: str) -> None:
-    """Add a row to the table: the evidence seen, or the first five violations of the claim."""
-    shown = [*violations[:5], *([f"... and {len(violations) - 5} more"] if len(violations) > 5 else [])]
-    table.add_row(claim, "[red]VIOLATION[/red]" if violations else "[green]OK[/green]", escape("\n".join(shown) or seen))
+def claim_table(checks: Iterable[Check]) -> FittedTable:
+    """Return a row for each claim: the evidence seen, or its first five violations."""
+    rows: list[tuple[str | Text, ...]] = []
+    for claim, violations, seen in checks:
+        shown = [*violations[:5], *([f"... and {len(violations) - 5} more"] if len(violations) > 5 else [])]
+        verdict = Text("VIOLATION", style="red") if violations else Text("OK", style="green")
+        rows.append((claim, verdict, "\n".join(shown) or seen))
+    head = ("claim", "", "detail")
+    return table(head, rows, texts=head)
 
 
 def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) -> list[Check]:

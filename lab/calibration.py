@@ -13,7 +13,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
@@ -27,7 +26,7 @@ from offbeat.common.settings.corrections import parse_corrections, write_correct
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, objective_parameters, parse_objective
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console, table
 from offbeat.learner.calibration import bound_noise
 from offbeat.learner.calibration.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
 from offbeat.learner.calibration.noise_floor import (
@@ -275,36 +274,27 @@ def settings_to_paste(calibration: Calibration, file: Path) -> str:
 
 
 def _summary_table(calibration: Calibration) -> FittedTable:
-    table = _table("Noise: d is log learner - log engine of a token, log s its mean")
-    for name in ("completions", "number", "d mean", "d std", "log s mean", "log s std", "model's", "log s < 0"):
-        table.add_column(name, justify="left" if name == "completions" else "right")
+    head = ("completions", "number", "d mean", "d std", "log s mean", "log s std", "model's", "log s < 0")
+    rows: list[tuple[str, ...]] = []
     for row in calibration.summaries:
-        table.add_row(
-            row.name,
-            f"{row.num_completions:,}",
-            *(f"{value:.1e}" for value in (row.token_mean, row.token_std)),
-            *(f"{value:.1e}" for value in (row.sequence_mean, row.sequence_std, row.expected_std)),
-            f"{row.share_below:.0%}",
-        )
-    return FittedTable(table)
+        moments = (row.token_mean, row.token_std, row.sequence_mean, row.sequence_std, row.expected_std)
+        rows.append((row.name, f"{row.num_completions:,}", *map("{:.1e}".format, moments), f"{row.share_below:.0%}"))
+    return table(head, rows, title="Noise: d is log learner - log engine of a token, log s its mean")
 
 
 def _probability_table(calibration: Calibration) -> FittedTable:
-    table = _table("Noise by probability p of the token")
-    for name in ("p from", "tokens", "d std", "share of d²", "beyond 3 std of all"):
-        table.add_column(name, justify="right")
+    head = ("p from", "tokens", "d std", "share of d²", "beyond 3 std of all")
+    rows: list[tuple[str, ...]] = []
     for row in calibration.by_probability:
         shares = (f"{row.share_of_tokens:.1%}", f"{row.token_std:.1e}", f"{row.share_of_noise:.1%}", f"{row.share_beyond:.2%}")
-        table.add_row(f"{row.least:g}", *shares)
-    return FittedTable(table)
+        rows.append((f"{row.least:g}", *shares))
+    return table(head, rows, texts=(), title="Noise by probability p of the token")
 
 
 def _band_table(calibration: Calibration) -> FittedTable:
-    table = _table("Clipped by noise alone: each half of the groups predicts the other; ± at 95%")
-    for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
-        table.add_column(name, justify="left" if name == "band" else "right")
-    for check in calibration.checks:
-        table.add_row(
+    head = ("band", "low, high", "clipped", "measured", "below, above", "measured")
+    rows = [
+        (
             check.name,
             _show_band(check.band, calibration.lengths),
             f"{check.predicted:.1%}",
@@ -312,7 +302,10 @@ def _band_table(calibration: Calibration) -> FittedTable:
             f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
             f"{check.measured_below:.1%}, {check.measured_above:.1%}",
         )
-    return FittedTable(table)
+        for check in calibration.checks
+    ]
+    title = "Clipped by noise alone: each half of the groups predicts the other; ± at 95%"
+    return table(head, rows, title=title)
 
 
 def _show_band(band: ClipBand, lengths: NDArray[np.int64]) -> str:
@@ -349,18 +342,13 @@ def doubts(calibration: Calibration) -> list[str]:
 
 
 def _bounds_table(calibration: Calibration) -> FittedTable:
-    table = _table("Masked, truncated or dropped by noise alone, and the narrowest bounds above the noise")
-    for name in ("setting", "value", "reaches", "measured", "above noise"):
-        table.add_column(name, justify="right" if name in ("reaches", "measured") else "left")
-    for check in calibration.bounds:
-        shares = (f"{check.predicted:.1%}", f"{check.measured:.1%}")
-        table.add_row(check.setting, check.value, *shares, check.recommended or "not known")
-    return FittedTable(table)
-
-
-def _table(title: str) -> Table:
-    """Return a table without borders, to fit into 80 columns."""
-    return Table(title=title, title_justify="left", title_style="italic", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    head = ("setting", "value", "reaches", "measured", "above noise")
+    rows = [
+        (check.setting, check.value, f"{check.predicted:.1%}", f"{check.measured:.1%}", check.recommended or "not known")
+        for check in calibration.bounds
+    ]
+    title = "Masked, truncated or dropped by noise alone, and the narrowest bounds above the noise"
+    return table(head, rows, texts=("setting", "value", "above noise"), title=title)
 
 
 def _advice(calibration: Calibration) -> str:

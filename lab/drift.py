@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
@@ -16,7 +13,7 @@ from offbeat.common.formats import number
 from offbeat.common.records.rows import EventRow, LedgerSums
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
-from offbeat.lab.terminal import FittedTable, print_result
+from offbeat.lab.terminal import print_result, table
 from offbeat.learner.diagnostics import length_bias
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
@@ -193,25 +190,17 @@ def render_drift(report: DriftReport) -> RenderableType:
     if not report.by_lag:
         drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")
     else:
-        drift = _table("Drift by policy lag", DRIFT_HEAD, [drift_cells(line) for line in report.by_lag])
-    tests = comparison_rows(report.bias)
+        drift = table(DRIFT_HEAD, [drift_cells(line) for line in report.by_lag], title="Drift by policy lag")
+    turns = [turn_cells(line) for line in report.by_turn]
+    head, tests = part_head(report.bias), comparison_rows(report.bias)
     style = "red" if report.bias.alarm else "green"
     return Group(
         drift,
-        *([_table("Drift by turn", TURN_HEAD, [turn_cells(line) for line in report.by_turn])] if report.by_turn else []),
-        _table("How the leases ended", part_head(report.bias), part_rows(report.bias, report.books)),
-        *([_table("Tests of bias", COMPARISON_HEAD, tests)] if tests else []),
+        *([table(TURN_HEAD, turns, title="Drift by turn")] if turns else []),
+        table(head, part_rows(report.bias, report.books), title="How the leases ended"),
+        *([table(COMPARISON_HEAD, tests, title="Tests of bias")] if tests else []),
         *(Text(sentence, style=style if index == 0 else "") for index, sentence in enumerate(report.verdict)),
     )
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> FittedTable:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return FittedTable(table)
 
 
 def _summary(values: length_bias.Distribution | None, spec: str) -> str:

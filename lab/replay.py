@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
@@ -22,7 +20,7 @@ from offbeat.common.settings.loading import replace_settings
 from offbeat.common.settings.objectives import RECOMPUTED
 from offbeat.lab.audit import is_log_whole
 from offbeat.lab.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
-from offbeat.lab.terminal import FittedTable
+from offbeat.lab.terminal import FittedTable, table
 from offbeat.learner.leases.events import Accepted, Tuned
 from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.training import checkpoints
@@ -320,37 +318,30 @@ def _verdict(report: Report) -> RenderableType:
 
 
 def _bound_table(report: Report) -> FittedTable:
-    table = Table(title=f"Of {report.recorded.num_recorded} recorded leases", title_justify="left")
     names = ("bound", "admitted", "not", "older", "trained", "stale", "aborted", "else", "left", "batches", "seconds")
-    for name in ("", *names, "length trained / generated"):
-        table.add_column(name, justify="left" if name in ("", "bound") else "right")
+    rows: list[tuple[str, ...]] = []
     for name, row in _named_rows(report):
         other = sum(count for reason, count in row.dropped.items() if reason not in ("stale", "aborted")) + row.num_expired
-        table.add_row(
-            name,
-            row.label,
-            *map(str, (row.num_admitted, row.num_recorded - row.num_admitted, row.num_older, row.num_trained)),
-            *map(str, (row.dropped.get("stale", 0), row.dropped.get("aborted", 0), other, row.num_left, row.num_batches)),
-            f"{row.duration_s:.1f}",
-            f"{number(row.length_trained, '.1f')} / {number(row.length_generated, '.1f')}",
-        )
-    return FittedTable(table)
+        numbers = [row.num_admitted, row.num_recorded - row.num_admitted, row.num_older, row.num_trained]
+        numbers += [row.dropped.get("stale", 0), row.dropped.get("aborted", 0), other, row.num_left, row.num_batches]
+        lengths = f"{number(row.length_trained, '.1f')} / {number(row.length_generated, '.1f')}"
+        rows.append((name, row.label, *map(str, numbers), f"{row.duration_s:.1f}", lengths))
+    title = f"Of {report.recorded.num_recorded} recorded leases"
+    return table(("", *names, "length trained / generated"), rows, texts=("", "bound"), title=title)
 
 
 def _lag_table(report: Report) -> FittedTable:
-    table = Table(title="Lag of the groups trained", title_justify="left")
     shown = [*map(str, range(MAX_SHOWN_LAG)), f"{MAX_SHOWN_LAG}+"]
-    for name in ("", "bound", "mean", "max", "over bound", *shown):
-        table.add_column(name, justify="left" if name in ("", "bound") else "right")
+    rows: list[tuple[str, ...]] = []
     for name, row in _named_rows(report):
         counts = Counter[str]()
         for lag, count in row.lags.items():
             counts[shown[min(int(lag), MAX_SHOWN_LAG)]] += count
         shares = [f"{counts[lag] / row.num_trained:.0%}" if counts[lag] else "" for lag in shown]
-        table.add_row(
-            *(name, row.label, number(row.lag_mean, ".2f"), number(row.lag_max, "d"), number(row.over_bound, ".1%")), *shares
-        )
-    return FittedTable(table)
+        numbers = (number(row.lag_mean, ".2f"), number(row.lag_max, "d"), number(row.over_bound, ".1%"))
+        rows.append((name, row.label, *numbers, *shares))
+    head = ("", "bound", "mean", "max", "over bound", *shown)
+    return table(head, rows, texts=("", "bound"), title="Lag of the groups trained")
 
 
 def _named_rows(report: Report) -> list[tuple[str, BoundRow]]:
@@ -359,25 +350,13 @@ def _named_rows(report: Report) -> list[tuple[str, BoundRow]]:
 
 def _gradient_table(rows: "Sequence[GradientRow]") -> FittedTable:
     versions = sorted({row.policy_version for row in rows})
-    table = Table(
-        title=f"Gradients without a step, means over checkpoints {', '.join(map(str, versions))}. Cosine: with the gradient of "
-        'the freshest groups; "fresh" is another batch as fresh, and a cosine that is no lower shows no harm of staleness.',
-        title_justify="left",
+    title = (
+        f"Gradients without a step, means over checkpoints {', '.join(map(str, versions))}. Cosine: with the gradient of "
+        'the freshest groups; "fresh" is another batch as fresh, and a cosine that is no lower shows no harm of staleness.'
     )
-    for name in (
-        "objective",
-        "lags of",
-        "lag",
-        "seen",
-        "clipped",
-        "masked",
-        "log ratio",
-        "ESS",
-        "norm / fresh",
-        "cosine",
-        "min–max",
-    ):
-        table.add_column(name, justify="left" if name in ("objective", "lags of") else "right")
+    texts = ("objective", "lags of")
+    head = (*texts, "lag", "seen", "clipped", "masked", "log ratio", "ESS", "norm / fresh", "cosine", "min–max")
+    cells: list[tuple[str, ...]] = []
     of_row: dict[tuple[str, str], list[GradientRow]] = {}
     for row in rows:
         of_row.setdefault((row.objective, row.bound), []).append(row)
@@ -385,9 +364,7 @@ def _gradient_table(rows: "Sequence[GradientRow]") -> FittedTable:
         masked = [row.masked_fraction for row in found if row.masked_fraction is not None]
         cosines = [row.cosine for row in found if row.cosine is not None]
         norms = [row.grad_norm / row.fresh_grad_norm for row in found if row.fresh_grad_norm]
-        table.add_row(
-            objective,
-            escape(bound),
+        numbers = (
             f"{statistics.fmean(row.lag_mean for row in found):.2f}",
             f"{statistics.fmean(row.seen_fraction for row in found):.0%}",
             f"{statistics.fmean(row.clip_fraction for row in found):.1%}",
@@ -399,4 +376,5 @@ def _gradient_table(rows: "Sequence[GradientRow]") -> FittedTable:
             f"{statistics.fmean(cosines):.3f}" if cosines else "",
             f"{min(cosines):.3f}–{max(cosines):.3f}" if cosines else "",
         )
-    return FittedTable(table)
+        cells.append((objective, bound, *numbers))
+    return table(head, cells, texts=texts, title=title)

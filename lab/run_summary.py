@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.formats import duration, number
 from offbeat.common.records.rows import EventRow, FinalRow, OtherRow, Row, StepRow
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
-from offbeat.lab.terminal import FittedTable
+from offbeat.lab.terminal import table
 from offbeat.learner.diagnostics.health import update_troubles
 
 ALIVE_WITHIN_S = 60.0
@@ -186,24 +185,20 @@ def list_runs(folders: Sequence[Path], now: float) -> list[ListedRun]:
 
 def render_runs(runs: Sequence[ListedRun]) -> RenderableType:
     """Return the table of the runs."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "state"):
-        table.add_column(name)
-    for name in ("step", "reward", "time", "newest row (UTC)", "health"):
-        table.add_column(name, justify="right")
-    for run in runs:
-        steps = f"{run.policy_version:,}" if run.num_steps is None else f"{run.policy_version:,}/{run.num_steps:,}"
-        table.add_row(
-            # Texts, not markup: anybody may have named a folder.
-            Text(run.folder),
-            Text(run.state, style=_STYLES.get(run.state, "red")),
-            steps,
-            number(run.reward),
-            "–" if run.wall_s is None else duration(run.wall_s),
-            time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.last_time)),
-            f"{len(run.troubles)} !" if run.troubles else "good",
-        )
-    return FittedTable(table)
+    head = ("run", "state", "step", "reward", "time", "newest row (UTC)", "health")
+    return table(head, map(_cells, runs), texts=("run", "state"))
+
+
+def _cells(run: ListedRun) -> tuple[str | Text, ...]:
+    return (
+        run.folder,
+        Text(run.state, style=_STYLES.get(run.state, "red")),
+        f"{run.policy_version:,}" if run.num_steps is None else f"{run.policy_version:,}/{run.num_steps:,}",
+        number(run.reward),
+        "–" if run.wall_s is None else duration(run.wall_s),
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.last_time)),
+        f"{len(run.troubles)} !" if run.troubles else "good",
+    )
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

@@ -129,23 +129,39 @@ def choose(groups: Sequence[LeaseHistory], request: SamplesRequest) -> list[Leas
     return found[: request.num_groups]
 
 
-def print_samples(console: Console, groups: Sequence[SampledGroup], *, full: bool = False) -> None:
-    """Print the groups. Texts are data: control characters are escaped, and markup stands as it is."""
+def print_samples(console: Console, samples: Sequence[SampledGroup | EvalSampleRow], *, full: bool = False) -> None:
+    """Print the samples. Texts are data: control characters are escaped, and markup stands as it is."""
     limit = None if full else MAX_TEXT
-    for group in groups:
-        named = "unknown" if group.prompt_id is None else str(group.prompt_id)
-        title = f"step {group.step}  prompt {named}  lag {group.policy_lag}  {printable(group.actor)}"
-        console.rule(Text(title), align="left")
-        print_text(console, group.prompt or "(the data does not have this prompt any more)", limit, style="dim")
-        for completion in group.completions:
-            ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
-            scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
-            console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}{_sampled_by(completion)}", style="bold"))
-            if completion.turns:
-                console.print(_tree(completion.turns, limit))
-            else:
-                print_text(console, completion.text, limit)
+    for sample in samples:
+        if isinstance(sample, SampledGroup):
+            _print_group(console, sample, limit)
+        else:
+            _print_evaluated(console, sample, limit)
         console.print()
+
+
+def _print_group(console: Console, group: SampledGroup, limit: int | None) -> None:
+    named = "unknown" if group.prompt_id is None else str(group.prompt_id)
+    title = f"step {group.step}  prompt {named}  lag {group.policy_lag}  {printable(group.actor)}"
+    console.rule(Text(title), align="left")
+    print_text(console, group.prompt or "(the data does not have this prompt any more)", limit, style="dim")
+    for completion in group.completions:
+        ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
+        scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
+        console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}{_sampled_by(completion)}", style="bold"))
+        if completion.turns:
+            console.print(_tree(completion.turns, limit))
+        else:
+            print_text(console, completion.text, limit)
+
+
+def _print_evaluated(console: Console, row: EvalSampleRow, limit: int | None) -> None:
+    of_set = "" if row.data_set is None else f" of {printable(row.data_set)}"
+    console.rule(Text(f"evaluation at version {row.policy_version}  prompt {row.prompt_id}{of_set}"), align="left")
+    print_text(console, row.prompt, limit, style="dim")
+    ended = "cut at the limit" if row.finish_reason == "length" else "stopped"
+    console.print(Text(f"reward {row.reward:g}  {row.num_tokens} tokens, {ended}", style="bold"))
+    print_text(console, row.completion, limit)
 
 
 def _tree(turns: Sequence[SampledTurn], limit: int | None) -> Tree:
@@ -293,16 +309,3 @@ def read_evaluation_samples(run: Path, request: SamplesRequest) -> list[EvalSamp
     elif request.order == "worst":
         found.sort(key=lambda row: row.reward)
     return found[: request.num_groups]
-
-
-def print_evaluation_samples(console: Console, samples: Sequence[EvalSampleRow], *, full: bool = False) -> None:
-    """Print the samples. Texts are data: control characters are escaped, and markup stands as it is."""
-    limit = None if full else MAX_TEXT
-    for row in samples:
-        of_set = "" if row.data_set is None else f" of {printable(row.data_set)}"
-        console.rule(Text(f"evaluation at version {row.policy_version}  prompt {row.prompt_id}{of_set}"), align="left")
-        print_text(console, row.prompt, limit, style="dim")
-        ended = "cut at the limit" if row.finish_reason == "length" else "stopped"
-        console.print(Text(f"reward {row.reward:g}  {row.num_tokens} tokens, {ended}", style="bold"))
-        print_text(console, row.completion, limit)
-        console.print()

@@ -4,7 +4,7 @@ import copy
 import pydoc
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
+
+from offbeat.protocols.text import plain_json
 
 PIPE_WIDTH = 150
 """Width in columns where stdout is a pipe or a file, so that tables are not cut."""
@@ -29,9 +31,14 @@ def stdout_console() -> Console:
 def print_result(value: object, shown: RenderableType, *, as_json: bool) -> None:
     """Print what a command has found: the value as JSON, or as it is shown to people."""
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(value)).decode())
+        print_json(value)
     else:
         stdout_console().print(shown)
+
+
+def print_json(value: object) -> None:
+    """Print the value as JSON that a terminal shows as it is."""
+    print(msgspec.json.format(plain_json(msgspec.json.encode(value).decode())))
 
 
 def page(text: str) -> None:
@@ -40,6 +47,27 @@ def page(text: str) -> None:
         pydoc.pager(text)
     else:
         print(text)
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    texts: Collection[str] | None = None,
+    title: str = "",
+    dispensable: Sequence[str] | None = None,
+) -> "FittedTable":
+    """Return a table whose cells are shown as they are, without markup.
+
+    Columns whose head is among `texts` hold words, the others numbers; None: the first holds words. `dispensable` is that of
+    `FittedTable`.
+    """
+    made = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in head:
+        made.add_column(name, justify="left" if name in (head[:1] if texts is None else texts) else "right")
+    for row in rows:
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return FittedTable(made, dispensable=dispensable)
 
 
 class FittedTable:

@@ -4,13 +4,11 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.logs import configure_logs
 from offbeat.deploy.cli.arguments import RunFolder, say_page
-from offbeat.protocols.text import plain_json
 
 
 def report_command(run: RunFolder) -> None:
@@ -29,17 +27,14 @@ def runs_command(
 ) -> None:
     """List the runs in runs/ or in other folders, the newest last: state, steps, reward, duration and health."""
     from offbeat.lab.run_summary import list_runs, render_runs
-    from offbeat.lab.terminal import stdout_console
+    from offbeat.lab.terminal import print_result
 
     folders = folders or [Path("runs")]
     runs = list_runs(folders, time.time())
-    if as_json:
-        typer.echo(plain_json(msgspec.json.encode(runs).decode()))
-    elif runs:
-        stdout_console().print(render_runs(runs))
-    else:
+    if not runs and not as_json:
         told = " ".join(map(str, folders))
         raise SettingError("FOLDER", told, "there is no run in it", "Name a folder that holds the folders of runs.")
+    print_result(runs, render_runs(runs), as_json=as_json)
 
 
 def compare_command(
@@ -67,30 +62,19 @@ def samples_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the groups as JSON, with full texts.")] = False,
 ) -> None:
     """Show prompts and completions that a run trained on or evaluated, the newest first. The run may still be going."""
-    from offbeat.lab.samples import (
-        SamplesRequest,
-        print_evaluation_samples,
-        print_samples,
-        read_evaluation_samples,
-        read_samples,
-    )
-    from offbeat.lab.terminal import stdout_console
+    from offbeat.lab import samples
+    from offbeat.lab.terminal import print_json, stdout_console
 
     if worst and best:
         raise SettingError("--worst", "", "it contradicts --best", "Give one of them.")
-    request = SamplesRequest("worst" if worst else "best" if best else "newest", step, prompt, groups, completions)
-    if evaluation:
-        samples = read_evaluation_samples(run, request)
-        if as_json:
-            typer.echo(plain_json(msgspec.json.encode(samples).decode()))
-        else:
-            print_evaluation_samples(stdout_console(), samples, full=full)
-        return
-    found = read_samples(run, request)
+    order = "worst" if worst else "best" if best else "newest"
+    request = samples.SamplesRequest(order, step, prompt, groups, completions)
+    read = samples.read_evaluation_samples if evaluation else samples.read_samples
+    found = read(run, request)
     if as_json:
-        typer.echo(plain_json(msgspec.json.encode(found).decode()))
+        print_json(found)
     else:
-        print_samples(stdout_console(), found, full=full)
+        samples.print_samples(stdout_console(), found, full=full)
 
 
 def trace_command(

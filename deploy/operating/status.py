@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import ServiceError
@@ -18,7 +17,7 @@ from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.deploy.operating.link import OpenLink, ask, ask_status
 from offbeat.lab.run_summary import EndedRun, read_end
-from offbeat.lab.terminal import FittedTable, print_result
+from offbeat.lab.terminal import FittedTable, print_result, table
 from offbeat.protocols.messages import SettingChange, StatusReport, StatusRequest, Vitals
 
 _LEAST_GROWTH_S = 10.0
@@ -107,10 +106,8 @@ def render_status(report: StatusReport) -> RenderableType:
     members = _members(report) if report.members else Text("no actor is connected", style="yellow")
     parts: list[RenderableType] = [head, *problems, *tuned, members]
     if report.rejected:
-        rejected = Table("refused", "times")
-        for what, times in sorted(report.rejected.items(), key=lambda item: -item[1])[:20]:
-            rejected.add_row(Text(what), str(times))
-        parts.append(rejected)
+        most = sorted(report.rejected.items(), key=lambda item: -item[1])[:20]
+        parts += [Text(), table(("refused", "times"), [(what, str(times)) for what, times in most])]
     return Group(*parts)
 
 
@@ -155,22 +152,14 @@ def _tuned(change: SettingChange) -> str:
 
 
 def _members(report: StatusReport) -> FittedTable:
-    table = Table("actor", "state")
-    for head in ("version", "lag", "leases", "tokens/s", "last seen"):
-        table.add_column(head, justify="right")
-    table.add_column("engine")
+    head = ("actor", "state", "version", "lag", "leases", "tokens/s", "last seen", "engine")
+    rows: list[tuple[str | Text, ...]] = []
     for member in report.members:
         has_weights = member.policy_version >= 0
         lag = max(0, report.policy_version - member.policy_version)
-        # Not plain strings, in which rich would look for markup: an actor chose its name and engine.
-        table.add_row(
-            Text(member.name),
-            Text(member.state, style={"working": "green", "new": "cyan"}.get(member.state, "red")),
-            str(member.policy_version) if has_weights else "-",
-            str(lag) if has_weights else "",
-            f"{member.num_leases}/{member.capacity}",
-            f"{member.tokens_per_s:.0f}",
-            f"{member.last_seen_s:.1f} s",
-            Text(member.engine),
-        )
-    return FittedTable(table, dispensable=("engine", "last seen", "tokens/s", "lag"))
+        state = Text(member.state, style={"working": "green", "new": "cyan"}.get(member.state, "red"))
+        version, shown_lag = (str(member.policy_version), str(lag)) if has_weights else ("-", "")
+        use = (f"{member.num_leases}/{member.capacity}", f"{member.tokens_per_s:.0f}", f"{member.last_seen_s:.1f} s")
+        rows.append((member.name, state, version, shown_lag, *use, member.engine))
+    dispensable = ("engine", "last seen", "tokens/s", "lag")
+    return table(head, rows, texts=("actor", "state", "engine"), dispensable=dispensable)

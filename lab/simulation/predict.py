@@ -1,6 +1,5 @@
 """`offbeat simulate`: predicts a config's throughput and staleness for numbers of actors and bounds, without compute."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,9 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
@@ -26,7 +23,7 @@ from offbeat.lab.simulation.account import Move, Scaling
 from offbeat.lab.simulation.fit import fit
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.terminal import print_result, table
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 
@@ -241,37 +238,25 @@ def _is_on_cpu(run: Path) -> bool:
 
 def print_predictions(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
     """Print the predictions with their times and assumptions, as a table or as JSON."""
-    if as_json:
-        told = {
-            "times": times_text(source),
-            "assumptions": assumptions(source),
-            "predictions": msgspec.to_builtins([*predictions]),
-        }
-        print(json.dumps(told, indent=2))
-        return
-    predictions = list(predictions)
+    predictions, times, assumed = list(predictions), times_text(source), assumptions(source)
     bounds = config.staleness
     can_drop = bounds.staleness_policy != "gate" or bounds.hard_max_staleness is not None
     title = f"{config.train.groups_per_step} groups a step, {config.actor.max_inflight_groups} in flight per actor"
     title += f", policy {bounds.staleness_policy}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ["actors", "max_\nstaleness", "groups/s", *(["tokens/s"] if source.tokens_per_group is not None else [])]
     columns += ["steps/h", "learner\nwaits", "wait for\nleases", "wait for\nweights", "slots\nused"]
     columns += ["mean\nlag", "L/B", "p99", "max", "over\nbound", *(["dropped", "aborted", "wasted"] if can_drop else [])]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    rows: list[tuple[str, ...]] = []
     for one in predictions:
         tokens = [] if one.tokens_per_s is None else [f"{one.tokens_per_s:,.0f}"]
         lost = [f"{share:.1%}" for share in (one.dropped, one.aborted, one.wasted)] if can_drop else []
-        table.add_row(
-            *(str(one.num_actors), str(one.max_staleness), f"{one.groups_per_s:,.4g}", *tokens, f"{one.steps_per_h:,.0f}"),
-            *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)),
-            *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
-        )
-    console = stdout_console()
-    console.print(FittedTable(table))
-    for line in (times_text(source), *(f"assumed: {assumption}" for assumption in assumptions(source))):
-        console.print(escape(line), highlight=False)
+        speeds = (str(one.num_actors), str(one.max_staleness), f"{one.groups_per_s:,.4g}", *tokens, f"{one.steps_per_h:,.0f}")
+        waits = (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)
+        lags = (f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}")
+        rows.append((*speeds, *map("{:.0%}".format, waits), *lags, *lost))
+    lines = (times, *(f"assumed: {assumption}" for assumption in assumed))
+    shown = Group(table(columns, rows, texts=(), title=title), *map(Text, lines))
+    print_result({"times": times, "assumptions": assumed, "predictions": predictions}, shown, as_json=as_json)
 
 
 def assumptions(source: Source) -> tuple[str, ...]:
@@ -328,19 +313,10 @@ def simulate_scaled(config: Config, source: Source, *, num_actors: int, start_s:
 
 def print_scaled(run: ScaledRun, source: Source, *, as_json: bool) -> None:
     """Print the run's moves and its end, as a table or as JSON."""
-    if as_json:
-        told = {"times": times_text(source), "run": msgspec.to_builtins(run)}
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
-        return
-    console = stdout_console()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("step", "minutes", "actors"):
-        table.add_column(column, justify="right")
-    table.add_column("why")
-    table.add_row("0", "0.0", str(run.num_actors), "begin")
-    for move in run.moves:
-        table.add_row(str(move.policy_version), f"{move.seconds / 60:.1f}", str(move.wanted), Text(move.reason))
-    console.print(table)
+    times = times_text(source)
+    rows = [("0", "0.0", str(run.num_actors), "begin")]
+    rows += [(str(move.policy_version), f"{move.seconds / 60:.1f}", str(move.wanted), move.reason) for move in run.moves]
+    moves = table(("step", "minutes", "actors", "why"), rows, texts=("why",))
     end = f"{run.num_steps} steps in {run.simulated_s / 60:.1f} minutes; in their second half the learner waits"
-    console.print(f"{end} {run.learner_waits:.0%} of its time", highlight=False)
-    console.print(escape(times_text(source)), highlight=False)
+    shown = Group(moves, Text(f"{end} {run.learner_waits:.0%} of its time"), Text(times))
+    print_result({"times": times, "run": run}, shown, as_json=as_json)

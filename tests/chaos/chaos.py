@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
-from rich.table import Table
 
 from offbeat.common.formats import write_private
 from offbeat.common.processes import process_table as processes
@@ -34,8 +33,8 @@ from offbeat.common.user_code.environment_function import load_environment
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.launcher import free_port
 from offbeat.deploy.local.quickstart.prepared import expand
-from offbeat.lab.audit import Check, add_claim, audit
-from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.lab.audit import Check, audit, claim_table
+from offbeat.lab.terminal import FittedTable, stdout_console, table
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
 from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE, OUTSIDE
@@ -268,16 +267,13 @@ def made_up(groups: Iterable[Accepted]) -> list[str]:
 def print_chaos(report: ChaosReport) -> None:
     """Print a table of the faults and a table of the claims."""
     console = stdout_console()
-    console.print(FittedTable(_fault_table(report)))
-    console.print(FittedTable(_check_table(report)))
+    console.print(_fault_table(report))
+    console.print(_check_table(report))
 
 
-def _fault_table(report: ChaosReport) -> Table:
-    table = Table(title=f"{len(report.rounds)} rounds, seed {report.seed}; {report.network}", title_justify="left")
-    table.add_column("fault")
-    for column in ("times", "hit", "recovery: median", "longest"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+def _fault_table(report: ChaosReport) -> FittedTable:
+    head = ("fault", "times", "hit", "recovery: median", "longest", "")
+    rows: list[tuple[str, ...]] = []
     everything = [happened for one in report.rounds for happened in one.happened]
     for kind in KINDS:
         happened = [one for one in everything if one.fault.kind == kind]
@@ -292,21 +288,19 @@ def _fault_table(report: ChaosReport) -> Table:
         longest = f"{max(recoveries):.1f} s" if recoveries else "-"
         known = [one.has_hit for one in done if one.has_hit is not None]
         hit = f"{sum(known)} of {len(known)}" if known else "-"
-        table.add_row(kind, str(len(done)), hit, median, longest, ", ".join(remarks))
-    return table
+        rows.append((kind, str(len(done)), hit, median, longest, ", ".join(remarks)))
+    return table(head, rows, texts=("fault", ""), title=f"{len(report.rounds)} rounds, seed {report.seed}; {report.network}")
 
 
-def _check_table(report: ChaosReport) -> Table:
-    table = Table()
-    for column in ("claim", "", "detail"):
-        table.add_column(column)
+def _check_table(report: ChaosReport) -> FittedTable:
+    found: list[Check] = []
     claims = dict.fromkeys(check.claim for one in report.rounds for check in one.checks)
     for claim in claims:
         checks = [(index, check) for index, one in enumerate(report.rounds) for check in one.checks if check.claim == claim]
         violations = [f"round {index}: {text}" for index, check in checks for text in check.violations]
-        add_claim(table, claim, violations, f"{len(checks)} rounds; the last: {checks[-1][1].seen}")
-    add_claim(table, "nothing is left of chaos itself", report.left_over, "network, mounts, files, processes")
-    return table
+        found.append(Check(claim, violations, f"{len(checks)} rounds; the last: {checks[-1][1].seen}"))
+    found.append(Check("nothing is left of chaos itself", report.left_over, "network, mounts, files, processes"))
+    return claim_table(found)
 
 
 def _log_round(index: int, report: RoundReport) -> None:

@@ -12,7 +12,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.cli.main import make_app
-from offbeat.lab.samples import SamplesRequest, print_evaluation_samples, read_evaluation_samples
+from offbeat.lab.samples import SamplesRequest, print_samples, read_evaluation_samples
 
 
 def sample(version: int, prompt_id: int, reward: float, completion: str = "ab") -> EvalSampleRow:
@@ -63,7 +63,7 @@ def test_run_without_such_samples_says_how_to_have_some(tmp_path: Path) -> None:
 def test_text_of_a_model_is_printed_as_data() -> None:
     output = io.StringIO()
     row = msgspec.structs.replace(sample(3, 1, 0.5, "[bold]a[/bold]\x1b[2J"), data_set="ma\x07th")
-    print_evaluation_samples(Console(file=output, width=200, force_terminal=True, color_system=None), [row])
+    print_samples(Console(file=output, width=200, force_terminal=True, color_system=None), [row])
     shown = output.getvalue()
     assert "evaluation at version 3  prompt 1 of ma\\x07th" in shown
     assert "reward 0.5  2 tokens, cut at the limit" in shown
@@ -82,5 +82,5 @@ def test_json_on_a_terminal_commands_nothing_and_is_the_same_json(tmp_path: Path
     text = "a\x9b2J\u202eb\U000e0001 ä 漢"
     run = run_with(tmp_path, sample(0, 0, 0.5, text))
     output = CliRunner().invoke(make_app(), ["samples", str(run), "--evaluation", "--json"]).output
-    assert output.rstrip("\n").isprintable() and "ä 漢" in output
+    assert all(line.isprintable() for line in output.split("\n")) and "ä 漢" in output
     assert msgspec.json.decode(output, type=list[EvalSampleRow]) == [sample(0, 0, 0.5, text)]

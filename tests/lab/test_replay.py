@@ -143,7 +143,7 @@ def test_other_bounds_and_policies_get_a_row_each(run: Path) -> None:
     assert at_zero.lags == {"0": 8}
     assert report.bounds[2].lags == report.recorded.lags
     text = text_of(report)
-    assert all(f"│ {row.label}" in text for row in report.bounds)
+    assert all(f"  {row.label}  " in text for row in report.bounds)
 
 
 def test_what_cannot_be_told_is_in_the_output(run: Path) -> None:

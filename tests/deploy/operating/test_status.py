@@ -1,6 +1,7 @@
 """`offbeat status` shows a run to an operator, and ends when nobody answers."""
 
 import io
+import re
 import time
 from pathlib import Path
 
@@ -42,10 +43,8 @@ def test_report_shows_members_sums_and_what_the_run_waits_for() -> None:
     ):
         assert wanted in text
     assert "leased 12   trained 4   dropped/stale 1   expired 0   in flight 7" in text
-    good = next(line for line in text.splitlines() if " good " in line)
-    assert [cell.strip() for cell in good.split("│")[1:-1]] == [
-        "good", "working", "6", "1", "3/4", "1234", "0.2 s", "vllm 1"
-    ]  # fmt: skip
+    good = next(line for line in text.splitlines() if line.startswith("good "))
+    assert re.split(" {2,}", good.strip()) == ["good", "working", "6", "1", "3/4", "1234", "0.2 s", "vllm 1"]
     assert "! the disk is full" in text
     assert "a lease that is not its own" in text
 
@@ -88,9 +87,9 @@ def test_files_of_a_run_are_shown_with_their_growth(tmp_path: Path) -> None:
 def test_narrow_terminal_drops_columns_and_no_words() -> None:
     lines = shown(msgspec.structs.replace(REPORT, rejected={}), width=60).splitlines()
     heads = next(line for line in lines if "actor" in line and "state" in line)
-    assert [cell.strip() for cell in heads.split("┃")[1:-1]] == ["actor", "state", "version", "lag", "leases", "tokens/s"]
-    good = next(line for line in lines if " good " in line)
-    assert [cell.strip() for cell in good.split("│")[1:-1]] == ["good", "working", "6", "1", "3/4", "1234"]
+    assert heads.split() == ["actor", "state", "version", "lag", "leases", "tokens/s"]
+    good = next(line for line in lines if line.startswith("good "))
+    assert good.split() == ["good", "working", "6", "1", "3/4", "1234"]
     assert lines[-1] == "left out at 60 columns: last seen, engine"
 
 

@@ -209,13 +209,13 @@ def test_each_figure_stands_under_its_heading(capsys: pytest.CaptureFixture[str]
 
 
 def columns_of(printed: str) -> dict[str, str]:
-    """Return the last row of a right-aligned table by heading; a heading may have two lines."""
+    """Return the first row of a right-aligned table by heading; a heading may have two lines."""
     lines = printed.splitlines()
-    rule = next(index for index, line in enumerate(lines) if set(line.strip()) == {"─"})
+    row = next(index for index, line in enumerate(lines) if line.split()[:2] == ["3", "4"])
     columns: dict[str, str] = {}
     start = 0
-    for value in re.finditer(r"\S+", lines[rule + 1]):
-        heading = " ".join(line[start : value.end()].strip() for line in lines[rule - 2 : rule]).strip()
+    for value in re.finditer(r"\S+", lines[row]):
+        heading = " ".join(line[start : value.end()].strip() for line in lines[row - 2 : row]).strip()
         columns[heading] = value.group()
         start = value.end()
     return columns
