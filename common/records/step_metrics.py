@@ -70,19 +70,12 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("length/p95", "tokens", "95th percentile of the completion lengths."),
     Metric("length/max", "tokens", "Longest completion."),
     Metric("length/cut", "share", "Completions cut off at rollout.max_new_tokens; the others stopped by themselves."),
-    Metric(
-        "group/seconds_mean", "s", "Mean time from a group's start to the end of its last completion, environment included."
-    ),
+    Metric("group/seconds_mean", "s", "Mean time from a group's start to its last completion's end, environment included."),
     Metric("group/seconds_max", "s", "Longest such time of a group."),
     Metric("length/context", "tokens", "Mean number of tokens that an environment added to an episode.", _IN_EPISODES),
     Metric("turns/mean", "turns", "Mean number of the model's turns in an episode.", _IN_EPISODES),
     Metric("turns/max", "turns", "Most turns of an episode.", _IN_EPISODES),
-    Metric(
-        "environment/seconds_mean",
-        "s",
-        "Mean time that an episode's function spent outside of the model's turns.",
-        _IN_EPISODES,
-    ),
+    Metric("environment/seconds_mean", "s", "Mean time that an episode spent outside of the model's turns.", _IN_EPISODES),
     Metric("environment/seconds_max", "s", "Longest such time of an episode.", _IN_EPISODES),
     Metric("tokens/trained", "tokens", "Completion tokens trained on."),
     Metric("tokens/prompt", "tokens", "Prompt tokens, once for each completion."),
@@ -98,9 +91,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("ratio/log_p95", "nats", "95th percentile of log s."),
     Metric("ratio/first", "", "Mean of |s - 1|: the engine's numerics alone, as nothing is stale yet.", "first step"),
     Metric("ratio/token_log_abs_max", "nats", "Largest |log pi/anchor| of a token."),
-    Metric(
-        "ratio/m2", "nats²", "Mean per token of (log pi/mu)²: the second moment of M2PO (https://arxiv.org/abs/2510.01161)."
-    ),
+    Metric("ratio/m2", "nats²", "Mean per token of (log pi/mu)², which M2PO bounds (https://arxiv.org/abs/2510.01161)."),
     Metric("clip/fraction", "share", "Mean per completion of the share of its tokens whose gradient a clip made zero."),
     Metric("clip/positive_above", "share", "Tokens with advantage > 0 and ratio above the band (clipped).", _CLIPPING),
     Metric("clip/positive_below", "share", "Tokens with advantage > 0 and ratio below the band (not clipped).", _CLIPPING),
@@ -112,9 +103,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("clip_tokens/negative_above", "share", "clip/negative_above, as a share of all tokens of the step.", _CLIPPING),
     Metric("clip_tokens/negative_below", "share", "clip/negative_below, as a share of all tokens of the step.", _CLIPPING),
     Metric("ess/sequence", "share", "Kish's effective sample size per completion, of the products of pi/mu over its tokens."),
-    Metric(
-        "ess/sequence_truncated", "share", "ess/sequence with weights cut off at 8 (VCPO, https://arxiv.org/abs/2602.17616)."
-    ),
+    Metric("ess/sequence_truncated", "share", "ess/sequence, weights cut off at 8 (VCPO, https://arxiv.org/abs/2602.17616)."),
     Metric("ess/token", "share", "Effective sample size per token, of pi/mu. Stays near 1 long after training is unsafe."),
     Metric("kl/behavior_policy_k1", "nats per token", "Estimate of KL(mu || pi): mean of log mu/pi."),
     Metric("kl/behavior_policy_k3", "nats per token", "Estimate of KL(mu || pi): mean of pi/mu - 1 - log pi/mu, at least 0."),
@@ -123,11 +112,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("kl/proximal_policy_k1", "nats per token", "Estimate of KL(pi_old || pi), as kl/behavior_policy_k1.", _PROXIMAL),
     Metric("kl/proximal_policy_k3", "nats per token", f"Estimate of KL(pi_old || pi), {_KL_K3}.", _PROXIMAL),
     Metric("broken/not_finite", "completions", "Left out of the step, because a token's log-prob is nan or infinite."),
-    Metric(
-        "broken/ratio",
-        "completions",
-        "Left out of the step, because a token is more than e^20 times as likely under the policy as under the anchor.",
-    ),
+    Metric("broken/ratio", "completions", "Left out of the step, because a token's pi/anchor is more than e^20."),
     Metric("broken/leases", "completions", "Completions that were left out, by lease, as a mapping.", "some were left out"),
     Metric("correction/masked", "share", "Tokens that the off-policy correction gave weight 0.", _CORRECTED),
     Metric("correction/truncated", "share", "Tokens whose weight the correction cut to a bound.", _CORRECTED),
@@ -148,9 +133,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("kl/reference", "nats per token", "KL of the policy from the reference.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/coefficient", "", "Coefficient of that KL, which kl.target adapts.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/reward", "nats per token", "KL of the behavior policy from the reference.", "kl.reward_coef is set"),
-    Metric(
-        "entropy/mean", "nats", "Mean entropy of the policy's distribution over the next token, over all completion tokens."
-    ),
+    Metric("entropy/mean", "nats", "Mean over all completion tokens of the policy's entropy over the next token."),
     Metric("loss/value", "", "Mean value loss per token, before the step.", "the run has a critic"),
     Metric("loss/value_grad_norm", "", "Norm of the critic's gradient in its first step.", 'critic.trunk = "own"'),
     Metric(

@@ -6,7 +6,6 @@ it would drop alone, and a weight is what it would be alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -89,27 +88,7 @@ def apply_correction(rule: AnyCorrection, log_rho: Tensor, completion_mask: Tens
     """Return the weights of one correction, `[rows, tokens]`; `log_rho` and `advantages` are 0 outside the mask."""
     if not isinstance(rule, CorrectionRule):
         return rule(log_rho, completion_mask, advantages)
-    inputs, low, high = (log_rho, completion_mask), rule.low, rule.high
-    match rule.name:
-        case "token_tis":
-            return corrections.token_tis(*inputs, low=low, high=high)
-        case "geometric_tis":
-            return corrections.geometric_tis(*inputs, low=low, high=high)
-        case "sequence_tis":
-            return corrections.sequence_tis(*inputs, low=low, high=high)
-        case "icepop":
-            return corrections.icepop(*inputs, low=low, high=high)
-        case "sequence_mask":
-            return corrections.sequence_mask(*inputs, low=low, high=high)
-        case "geometric_mask":
-            return corrections.geometric_mask(*inputs, low=low, high=high)
-        case "segment_mask":
-            return corrections.segment_mask(*inputs, low=low, high=high)
-        case "k2_mask":
-            return corrections.k2_mask(*inputs, high=high)
-        case "k3_mask":
-            return corrections.k3_mask(*inputs, high=high)
-        case "opsm":
-            return corrections.opsm(*inputs, advantages, threshold=high)
-        case _:
-            assert_never(rule.name)
+    if rule.name == "opsm":
+        return corrections.opsm(log_rho, completion_mask, advantages, threshold=rule.high)
+    bounds = {"high": rule.high} if rule.name in ("k2_mask", "k3_mask") else {"low": rule.low, "high": rule.high}
+    return getattr(corrections, rule.name)(log_rho, completion_mask, **bounds)

@@ -1,6 +1,7 @@
 """Torch's companion packages, as every process sees them; variables that a launcher sets."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -128,42 +129,43 @@ def test_defaults_of_a_cpu_are_those_of_a_torch_that_cannot_use_the_gpu(
 
 
 THREADS = """
-import os, sys
+import json, os, sys
 from offbeat.common.processes import environment
-environment.prepare_environment()
 environment.num_cores = lambda: 5
-environment.use_every_core(sys.argv[1], 2)
-import torch
-print(torch.get_num_threads(), os.environ["OMP_WAIT_POLICY"])
+given = dict(os.environ)
+for variables, model in json.loads(sys.argv[1]):
+    os.environ.clear()
+    os.environ.update(given, **variables)
+    environment.prepare_environment()
+    environment.use_every_core(model, 2)
+    import torch
+    print(torch.get_num_threads(), os.environ["OMP_WAIT_POLICY"])
+    torch.set_num_threads(1)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "num_bytes", "num_threads"),
-    [
-        ({}, LARGE_MODEL_BYTES, 2),
-        ({}, LARGE_MODEL_BYTES - 1, 1),
-        # A child process of one whose user has set nothing, and a user who wants one thread.
-        ({"OMP_NUM_THREADS": "1", DEFAULT_THREADS_VARIABLE: "1"}, LARGE_MODEL_BYTES, 2),
-        ({"OMP_NUM_THREADS": "1"}, LARGE_MODEL_BYTES, 1),
-        ({}, None, 2),
-    ],
-)
-def test_learner_of_a_large_model_has_its_share_of_the_cores_unless_the_user_chose(
-    variables: dict[str, str], num_bytes: int | None, num_threads: int, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    if num_bytes is not None:
-        model.mkdir()
-        with (model / "model.safetensors").open("wb") as file:
+def test_learner_of_a_large_model_has_its_share_of_the_cores_unless_the_user_chose(tmp_path: Path) -> None:
+    for name, num_bytes in (("large", LARGE_MODEL_BYTES), ("small", LARGE_MODEL_BYTES - 1)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
             file.truncate(num_bytes)
+    # The small model is first: for it torch has the number of threads that it is imported with.
+    cases: list[tuple[dict[str, str], str, int]] = [
+        ({}, "small", 1),
+        ({}, "large", 2),
+        # A child process of one whose user has set nothing, and a user who wants one thread.
+        ({"OMP_NUM_THREADS": "1", DEFAULT_THREADS_VARIABLE: "1"}, "large", 2),
+        ({"OMP_NUM_THREADS": "1"}, "large", 1),
+        ({}, "a hub's name", 2),
+    ]
     # vLLM leaves libraries to preload, OpenMP's among them, in the environment of a process that has run it.
     unset = ("OMP_NUM_THREADS", DEFAULT_THREADS_VARIABLE, "LD_PRELOAD")
     others = {name: value for name, value in os.environ.items() if name not in unset}
-    env = {**others, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src"), **variables}
-    result = subprocess.run([sys.executable, "-c", THREADS, str(model)], env=env, capture_output=True, text=True, check=True)
-    assert result.stdout == f"{num_threads} PASSIVE\n"
+    env = {**others, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    told = json.dumps([(variables, str(tmp_path / model)) for variables, model, _ in cases])
+    result = subprocess.run([sys.executable, "-c", THREADS, told], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [f"{num_threads} PASSIVE" for *_, num_threads in cases]
 
 
 @pytest.mark.parametrize(
