@@ -47,6 +47,8 @@ class Scan(NamedTuple):
     """Tokens of a chunk."""
     package: str
     """The package whose kernels transformers takes instead where it is installed."""
+    num_parameters: int
+    """Parameters of one layer, beside its MLP."""
 
     @property
     def state_size(self) -> int:
@@ -113,22 +115,29 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
     query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
     num_experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts") or 0
     inner = fields.get("moe_intermediate_size") or fields["intermediate_size"] if num_experts else fields["intermediate_size"]
-    mlp = 3 * hidden * inner * (num_experts or 1) + hidden * num_experts
-    # Qwen3 normalizes queries and keys too.
-    norms = 2 * hidden + (2 * head_size if str(fields.get("model_type", "")).startswith("qwen3") else 0)
-    layer = hidden * (2 * query + 2 * key_value) + mlp + norms
+    model_type = str(fields.get("model_type", ""))
+    # An expert of every token, beside those that are chosen.
+    shared = fields.get("shared_expert_intermediate_size") or (inner if model_type.startswith("llama4") else 0)
+    mlp = 3 * hidden * (inner * (num_experts or 1) + shared) + hidden * num_experts
+    # Qwen3 normalizes queries and keys too; where it has linear attention, the other layers have a gate as large as the query.
+    norms = 2 * hidden + (2 * head_size if model_type.startswith("qwen3") else 0)
+    gate = query if model_type.startswith(("qwen3_5", "qwen3_next")) else 0
+    attention = hidden * (2 * query + 2 * key_value + gate)
     # Where the field is missing the head is counted: rather too much memory than too little.
     is_capped, scan = fields.get("attn_logit_softcapping") is not None, _scan_of(fields)
     num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
+    # A model with a state in every layer has attention in every layer, too.
+    num_attention_layers = layers - (scan.num_layers if scan and scan.num_layers < layers else 0)
+    mixers = num_attention_layers * attention + (scan.num_layers * scan.num_parameters if scan else 0)
     return ModelSizes(
-        num_parameters=num_embeddings * vocab * hidden + layers * layer + hidden,
+        num_parameters=num_embeddings * vocab * hidden + layers * (mlp + norms) + mixers + hidden,
         num_layers=layers,
         hidden_size=hidden,
         query_size=query,
         key_value_size=key_value,
         mlp_size=inner * (fields.get("num_experts_per_tok") or 1 if num_experts else 1),
         vocab_size=vocab,
-        num_attention_layers=layers - (scan.num_layers if scan and scan.num_layers < layers else 0),
+        num_attention_layers=num_attention_layers,
         matrices=Matrices(heads, is_capped) if is_capped or fields.get("model_type") in EAGER_TYPES else None,
         scan=scan,
     )
@@ -143,13 +152,20 @@ def _scan_of(fields: Mapping[str, Any]) -> Scan | None:
         num_layers = fields["num_hidden_layers"]
         interval = fields.get("full_attention_interval")
         num_layers -= num_layers // interval if interval else 0
+    hidden = fields["hidden_size"]
     if heads := fields.get("linear_num_value_heads"):
-        return Scan(num_layers, heads, fields["linear_key_head_dim"], fields["linear_value_head_dim"], 64, "fla")
+        key_size, value_size = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+        keys, values = fields["linear_num_key_heads"] * key_size, heads * value_size
+        num_parameters = hidden * (2 * keys + 3 * values + 2 * heads)
+        return Scan(num_layers, heads, key_size, value_size, 64, "fla", num_parameters)
     if heads := fields.get("mamba_n_heads"):
-        inner = fields.get("mamba_d_ssm") or fields["mamba_expand"] * fields["hidden_size"]
-        return Scan(
-            num_layers, heads, fields["mamba_d_state"], inner // heads, fields.get("mamba_chunk_size") or 256, "mamba_ssm"
-        )
-    if heads := fields.get("mamba_num_heads"):
-        return Scan(num_layers, heads, fields["ssm_state_size"], fields["mamba_head_dim"], fields["chunk_size"], "mamba_ssm")
-    return None
+        inner = fields.get("mamba_d_ssm") or fields["mamba_expand"] * hidden
+        state_size, groups = fields["mamba_d_state"], fields.get("mamba_n_groups") or 1
+        chunk = fields.get("mamba_chunk_size") or 256
+    elif heads := fields.get("mamba_num_heads"):
+        inner, state_size, groups = heads * fields["mamba_head_dim"], fields["ssm_state_size"], fields.get("n_groups") or 1
+        chunk = fields["chunk_size"]
+    else:
+        return None
+    num_parameters = hidden * (3 * inner + 2 * groups * state_size + heads)
+    return Scan(num_layers, heads, state_size, inner // heads, chunk, "mamba_ssm", num_parameters)

@@ -37,6 +37,16 @@ def test_published_models_have_their_published_numbers_of_parameters(fields: dic
     assert sizes_of(fields).num_parameters == num_parameters
 
 
+# Mamba 2 has no attention, and no sizes here.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "Mamba 2"])
+def test_parameters_of_every_family_are_not_too_few_and_at_most_a_twentieth_too_many(name: str) -> None:
+    config = getattr(transformers, FAMILIES[name].config_class)()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    exact = sum(parameter.numel() for parameter in model.parameters())
+    assert -0.001 <= sizes_of(config.to_dict()).num_parameters / exact - 1 <= 0.05
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_parameters_of_a_model_that_is_made_are_those_in_its_files(
     architecture: Literal["qwen3", "qwen3_moe"], tmp_path: Path
@@ -178,7 +188,12 @@ def test_types_that_are_counted_with_matrices_have_no_kernel_of_torchs() -> None
         assert not getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])._supports_sdpa
 
 
-LINEAR = {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 64}
+LINEAR = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+}
 MAMBA = {"mamba_num_heads": 32, "ssm_state_size": 128, "mamba_head_dim": 64, "chunk_size": 128}
 
 
