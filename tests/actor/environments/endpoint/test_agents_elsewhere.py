@@ -7,6 +7,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ async def main():
 asyncio.run(main())
 """
 
+DSPY = """
+import sys
+import dspy
+
+dspy.configure(lm=dspy.LM("openai/policy", api_base=sys.argv[1], api_key="none", cache=False))
+
+def look(key: str) -> str:
+    "Look up a key."
+    return {"a": "7"}[key]
+
+print(dspy.ReAct("question -> answer", tools=[look])(question="a?").answer)
+"""
+DSPY_TURNS = (
+    '[[ ## next_thought ## ]]\nLook.\n\n[[ ## next_tool_name ## ]]\nlook\n\n[[ ## next_tool_args ## ]]\n{"key": "a"}',
+    "[[ ## next_thought ## ]]\nDone.\n\n[[ ## next_tool_name ## ]]\nfinish\n\n[[ ## next_tool_args ## ]]\n{}",
+    "[[ ## reasoning ## ]]\nSeen.\n\n[[ ## answer ## ]]\nit is 7",
+)
+
 NODE = """
 const OpenAI = require("openai");
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none" });
@@ -116,9 +135,9 @@ PROGRAMS = {
 }
 
 
-async def play(game: Game, *command: str) -> str:
+async def play(game: Game, *command: str, turns: Sequence[str] = ('<call>look{"key": "a"}</call>', "it is 7")) -> str:
     """Return what the program prints for a call of the tool and an answer."""
-    game.write('<call>look{"key": "a"}</call>', "it is 7")
+    game.write(*turns)
     variables = {**os.environ, "NO_PROXY": "127.0.0.1", "NODE_PATH": NODE_MODULES}
     run = await asyncio.to_thread(
         subprocess.run, [*command, game.url], env=variables, capture_output=True, text=True, timeout=100, check=False
@@ -138,6 +157,21 @@ def test_agent_calls_the_tool_and_its_game_is_one_sequence(name: str, tmp_path: 
             assert await play(game, PYTHON, str(program)) == "it is 7"
             assert game.sampled == [['<call>look{"key": "a"}</call>', "it is 7"]]
             assert "<tool>7" in game.begun[-1].text
+
+    asyncio.run(claim())
+
+
+@pytest.mark.skipif(not PYTHON, reason="OFFBEAT_TEST_AGENTS names no Python with the frameworks")
+def test_dspy_writes_its_calls_as_text_and_begins_a_sequence_for_each_turn(tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(DSPY)
+
+    async def claim() -> None:
+        # Its instructions are long.
+        async with playing(max_length=20_000) as game:
+            assert await play(game, PYTHON, str(program), turns=DSPY_TURNS) == "it is 7"
+            assert game.sampled == [[turn] for turn in DSPY_TURNS]
+            assert "7" in game.begun[1].text.partition("observation")[2], "what the tool has found"
 
     asyncio.run(claim())
 
