@@ -248,16 +248,16 @@ def render_calibration(calibration: Calibration) -> RenderableType:
     head.append(f", same weights: {floor.num_completions:,} completions, {floor.num_tokens:,} tokens, lag 0\n")
     head.append(f"KL(engine || learner) per token: {floor.k1:.2e} (k1), {floor.k3:.2e} (k3)\n")
     head.append(
-        f"log s = {floor.mean:.2e} + sqrt({floor.variance:.2e} + {floor.token_variance:.2e} / length) z, of a completion\n"
+        f"log s = {floor.mean:.2e} + sqrt({floor.variance:.2e} + {floor.token_variance:.2e} / length) z, of a completion"
     )
-    parts: list[RenderableType] = [head, _summary_table(calibration), ""]
+    parts: list[RenderableType] = [head, _summary_table(calibration)]
     if calibration.by_probability:
-        parts += [_probability_table(calibration), ""]
+        parts.append(_probability_table(calibration))
     if calibration.checks:
-        parts += [_band_table(calibration), *doubts(calibration), ""]
+        parts += [_band_table(calibration), *doubts(calibration)]
     if calibration.bounds:
-        parts += [_bounds_table(calibration), ""]
-    return Group(*parts, _advice(calibration), "")
+        parts.append(_bounds_table(calibration))
+    return Group(*parts, "", _advice(calibration), "")
 
 
 def settings_to_paste(calibration: Calibration, file: Path) -> str:

@@ -57,12 +57,12 @@ def table(
     title: str = "",
     dispensable: Sequence[str] | None = None,
 ) -> "FittedTable":
-    """Return a table whose cells are shown as they are, without markup.
+    """Return a table whose cells are shown as they are, without markup. A blank line stands before its title.
 
     Columns whose head is among `texts` hold words, the others numbers; None: the first holds words. `dispensable` is that of
     `FittedTable`.
     """
-    made = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    made = Table(title=f"\n{title}" if title else None, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in head:
         made.add_column(name, justify="left" if name in (head[:1] if texts is None else texts) else "right")
     for row in rows:
