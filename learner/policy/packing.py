@@ -1,6 +1,7 @@
 """Packing: completions and their prompts in one row without padding, a prompt shared by its completions."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 """Token ids of a prompt or a completion."""
+LEAST_SHARED = 16
+"""Tokens from which on a beginning that sequences have in common is packed once; fewer are not worth a span of their own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +74,9 @@ class Pack(NamedTuple):
 
     For each prompt the inputs are the prompt's tokens, then the tokens of each of its completions except the last, which
     predicts nothing. Where several turns continue one turn, the first of them stays in its span and each of the others begins
-    one, which also leaves out its last token: all tokens are there once. Completion tokens, those of `Turns` that were sampled,
-    are numbered over all completions in the order given to `pack`.
+    one, which also leaves out its last token: all tokens are there once. Of turns that continue nothing, such as those of an
+    agent with a system prompt of its own, the context that several have in common stands once before the completions.
+    Completion tokens, those of `Turns` that were sampled, are numbered over all completions in the order given to `pack`.
     """
 
     token_ids: Tensor
@@ -142,11 +146,15 @@ def whole_rows(spans: Sequence[Span], device: torch.device) -> WholeRows:
     return WholeRows(torch.from_numpy(inputs).to(device), torch.from_numpy(places).to(device))
 
 
-def num_inputs(completion: TokenIds | Turns) -> int:
-    """Count the inputs that `pack` makes of one completion."""
-    if isinstance(completion, Turns):
-        return len(completion.token_ids) + len(completion.context_ids) - len(_branches(completion.turns))
-    return max(0, len(completion) - 1)
+def num_inputs(completions: Sequence[TokenIds | Turns]) -> int:
+    """Count the inputs that `pack` makes of a prompt's completions."""
+    total = 0
+    for one in completions:
+        if isinstance(one, Turns):
+            total += len(one.token_ids) + len(one.context_ids) - len(_branches(one.turns))
+        else:
+            total += max(0, len(one) - 1)
+    return total - sum((len(sharing) - 1) * (end - start) for sharing, start, end in _shared(_openings(completions)))
 
 
 def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds | Turns]]]) -> Pack:
@@ -158,9 +166,10 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds | Turns]]]) -> Pa
     for prompt, completions in sequences or [([0], [])]:
         assert len(prompt) > 0, "the first token of a completion is predicted by its prompt"
         of_prompt = inputs.add(prompt, ())
+        begun = iter(inputs.add_shared(_openings(completions)))
         for completion in completions:
             if isinstance(completion, Turns):
-                inputs.add_turns(completion, of_prompt)
+                inputs.add_turns(completion, of_prompt, begun)
             else:
                 inputs.add_tokens(completion, of_prompt)
     return Pack(
@@ -204,8 +213,17 @@ class _Inputs:
         self.predictors.append(before)
         self.targets.append(completion)
 
-    def add_turns(self, completion: Turns, of_prompt: range) -> None:
-        """Add a completion of several turns."""
+    def add_shared(self, openings: Sequence[NDArray[np.int32]]) -> list[tuple[range, ...]]:
+        """Add what openings have in common; return the inputs that each of them begins with."""
+        begun: list[tuple[range, ...]] = [()] * len(openings)
+        for sharing, start, end in _shared(openings):
+            common = self.add(openings[sharing[0]][start:end], begun[sharing[0]])
+            for index in sharing:
+                begun[index] = (*begun[index], common)
+        return begun
+
+    def add_turns(self, completion: Turns, of_prompt: range, begun: Iterator[tuple[range, ...]]) -> None:
+        """Add a completion of several turns; `begun` has the inputs that are there of each opening."""
         token_ids, context_ids, turns = completion
         ends = np.cumsum([num_sampled for _, num_sampled, _ in turns]).tolist()
         context_ends = np.cumsum([num_context for num_context, _, _ in turns]).tolist()
@@ -214,13 +232,15 @@ class _Inputs:
         """The inputs of each turn and of all that it continues."""
         for branch in _branches(turns):
             continued = branch[0] - turns[branch[0]][2]
-            prefix = () if continued == branch[0] else (of_prompt,) if continued < 0 else paths[continued]
+            prefix = next(begun) if continued == branch[0] else (of_prompt,) if continued < 0 else paths[continued]
+            num_begun = sum(map(len, prefix)) if continued == branch[0] else 0
             start = end = self.end
             # The input that predicts the next token, where it was sampled.
             last = prefix[-1].stop - 1 if prefix else -1
             parts: list[NDArray[np.int32]] = []
             for index in branch:
                 num_context, num_sampled, _ = turns[index]
+                num_context, num_begun = num_context - num_begun, 0
                 parts.append(context_ids[context_ends[index] - num_context : context_ends[index]])
                 parts.append(token_ids[ends[index] - num_sampled : ends[index]])
                 end += num_context
@@ -233,6 +253,37 @@ class _Inputs:
             self.add(np.concatenate(parts)[:-1], prefix)
         self.predictors.append(before)
         self.targets.append(token_ids)
+
+
+def _openings(completions: Sequence[TokenIds | Turns]) -> list[NDArray[np.int32]]:
+    """Return the context that each sequence begins with which continues nothing, not even the prompt."""
+    openings: list[NDArray[np.int32]] = []
+    for completion in completions:
+        if isinstance(completion, Turns):
+            ends = np.cumsum([num_context for num_context, _, _ in completion.turns]).tolist()
+            for first in (branch[0] for branch in _branches(completion.turns)):
+                num_context, _, back = completion.turns[first]
+                if back == 0:
+                    openings.append(completion.context_ids[ends[first] - num_context : ends[first]])
+    return openings
+
+
+def _shared(
+    openings: Sequence[NDArray[np.int32]], among: Iterable[int] | None = None, start: int = 0
+) -> Iterator[tuple[list[int], int, int]]:
+    """Yield the stretches that several openings have in common: which ones, from where and to where, the earlier ones first."""
+    alike: defaultdict[bytes, list[int]] = defaultdict(list)
+    for index in range(len(openings)) if among is None else among:
+        if len(openings[index]) >= start + LEAST_SHARED:
+            alike[openings[index][start : start + LEAST_SHARED].tobytes()].append(index)
+    for sharing in alike.values():
+        if len(sharing) > 1:
+            shortest = min(len(openings[index]) for index in sharing)
+            columns = np.stack([openings[index][start:shortest] for index in sharing])
+            differing = np.flatnonzero((columns != columns[0]).any(axis=0))
+            end = start + int(differing[0]) if len(differing) else shortest
+            yield sharing, start, end
+            yield from _shared(openings, sharing, end)
 
 
 def _branches(turns: Sequence[tuple[int, int, int]]) -> list[list[int]]:

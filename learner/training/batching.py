@@ -181,8 +181,10 @@ def _split(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRo
     pieces: list[list[TrainingRow]] = []
     num_tokens = 0
     for row in rows:
-        num_tokens += _num_inputs([row])
-        if pieces and pieces[-1][0].group == row.group and num_tokens <= max_tokens:
+        is_next = bool(pieces) and pieces[-1][0].group == row.group
+        # Episodes may have their beginnings in common.
+        num_tokens = _num_tokens([*pieces[-1], row]) if is_next and row.rollout.turns else num_tokens + _num_inputs([row])
+        if is_next and num_tokens <= max_tokens:
             pieces[-1].append(row)
         else:
             pieces.append([row])
@@ -217,8 +219,8 @@ def _num_tokens(piece: Sequence[TrainingRow]) -> int:
 
 
 def _num_inputs(rows: Sequence[TrainingRow]) -> int:
-    """Count the inputs of the model for these rows' completions."""
-    return sum(num_inputs(_tokens(row.rollout)) for row in rows)
+    """Count the inputs of the model for the completions of these rows of one group."""
+    return num_inputs([_tokens(row.rollout) for row in rows])
 
 
 def _tokens(rollout: Rollout) -> TokenIds | Turns:

@@ -21,11 +21,18 @@ SEQUENCES = [
 """Two groups, with an empty completion and one of a single token."""
 TURNS = [(1, 3, 1), (2, 2, 1), (0, 4, 2), (1, 2, 1), (0, 3, 4), (3, 2, 0), (1, 1, 1)]
 """Turns by context, sampled tokens and turns to go back: two forks of turn 0 or later, one of the prompt's end, a restart."""
+SYSTEM = np.arange(10, 28)
+AGENTS = [
+    Turns(np.array([5, 6, 7], np.int32), np.array([*SYSTEM, 30, 31, *SYSTEM, 32], np.int32), [(20, 2, 0), (19, 1, 0)]),
+    Turns(np.array([8, 9], np.int32), np.array([*SYSTEM, 30, 31, 33], np.int32), [(20, 1, 0), (1, 1, 1)]),
+]
+"""Three sequences that begin alike, none of them with the prompt."""
 WITH_TURNS: list[tuple[list[int], Any]] = [
     *SEQUENCES,
     ([31, 32, 33], [Turns(np.arange(10, 27, dtype=np.int32), np.arange(34, 42, dtype=np.int32), TURNS), [4, 5]]),
+    ([34], AGENTS),
 ]
-"""The groups above, and one with a completion of several sequences."""
+"""The groups above, and two with completions of several sequences."""
 
 
 Head = tuple[Tensor, Tensor, Tensor]

@@ -62,7 +62,7 @@ def test_what_the_predictor_of_a_token_sees_is_the_prompt_and_the_completion_bef
         assert packed.token_ids[seen[predictor]].tolist() == history
         assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
     assert packed.lengths == tuple(len(completion) for _, completions in sequences for completion in completions)
-    num_of_completions = sum(num_inputs(completion) for _, completions in sequences for completion in completions)
+    num_of_completions = sum(num_inputs(completions) for _, completions in sequences)
     assert len(packed.token_ids) == max(1, sum(len(prompt) for prompt, _ in sequences) + num_of_completions)
 
 
@@ -107,7 +107,33 @@ def test_each_turn_is_predicted_from_its_own_sequence_and_no_token_is_there_twic
         assert packed.token_ids[seen[predictor]].tolist() == history
         assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
     of_completions = packed.token_ids[len(prompt) :].tolist()
-    assert len(set(of_completions)) == len(of_completions) == sum(map(num_inputs, completions))
+    assert len(set(of_completions)) == len(of_completions) == num_inputs(completions)
+
+
+def test_what_sequences_begin_with_is_there_once_and_each_token_is_predicted_from_its_own() -> None:
+    system, other = list(range(100, 120)), list(range(200, 218))
+    task = [*system, *range(300, 320)]
+    openings = [[*task, 1], [*task, 2], [*system, 3], [*other, 4], other, [5, 6], [5, 6], task]
+    completions = [
+        # An agent that begins three sequences, one that begins two, and two that begin one each.
+        Turns(ids(11, 12, 13), ids(*openings[0], *openings[2], *openings[5]), [(41, 1, 0), (21, 1, 0), (2, 1, 0)]),
+        Turns(ids(14, 15, 16), ids(*openings[1], *openings[3]), [(41, 2, 0), (19, 1, 0)]),
+        Turns(ids(17), ids(*openings[4]), [(18, 1, 0)]),
+        Turns(ids(18, 19), ids(*openings[6]), [(2, 1, 0), (0, 1, 1)]),
+        Turns(ids(21), ids(*openings[7]), [(40, 1, 0)]),
+    ]
+    packed = pack([([7], [*completions, [8, 9]])])
+    seen = seen_by_inputs(packed)
+    histories = [packed.token_ids[seen[predictor]].tolist() for predictor in packed.predictors.tolist()]
+    assert histories[:3] == [openings[0], openings[2], openings[5]]
+    assert histories[3:6] == [openings[1], [*openings[1], 14], openings[3]]
+    assert histories[6:] == [openings[4], openings[6], [*openings[6], 18], openings[7], [7], [7, 8]]
+    for predictor, history in zip(packed.predictors.tolist(), histories, strict=True):
+        assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
+    # `system`, `task` behind it and `other` are there once; beginnings of two tokens are not worth it.
+    sampled_inputs = 1 + 1 + 1
+    assert len(packed.token_ids) == 1 + 20 + 20 + 18 + 1 + 1 + 1 + 1 + 2 + 2 + sampled_inputs
+    assert len(packed.token_ids) == 1 + num_inputs([*completions, [8, 9]])
 
 
 def test_nothing_to_pack_is_one_input_that_predicts_nothing():

@@ -152,6 +152,17 @@ def test_a_completion_of_forks_is_as_many_whole_rows() -> None:
         assert [len(micro_batch) for micro_batch in micro_batches] == sizes
 
 
+def test_what_episodes_of_a_group_begin_with_takes_room_in_a_micro_batch_once() -> None:
+    context_ids = np.arange(51, 91, dtype=np.int32)
+    rollout = make_row(1, 5).rollout._replace(turns=(Turn(40, 5, 0),), context_ids=context_ids)
+    rows = [make_row(1, 5)._replace(rollout=rollout) for _ in range(4)]
+    # A prompt of one, the context, and four of each completion.
+    for limit, sizes in ((57, [4]), (56, [3, 1])):
+        (micro_batches,) = assign_rows(rows, micro_batch_tokens=limit, world_size=1)
+        assert [len(micro_batch) for micro_batch in micro_batches] == sizes
+        assert all(num_inputs(micro_batch) <= limit for micro_batch in micro_batches)
+
+
 def test_one_group_is_shared_by_ranks() -> None:
     of_ranks = assign_rows([make_row(1, 10) for _ in range(4)], micro_batch_tokens=100, world_size=2)
     assert [[len(micro_batch) for micro_batch in of_rank] for of_rank in of_ranks] == [[2], [2]]
