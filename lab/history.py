@@ -313,11 +313,8 @@ def _ended_group(row: rows.GroupRow) -> EndedGroup:
     return EndedGroup(lease, array("i", row.lengths), row.time)
 
 
-class _Weighted(NamedTuple):
-    """A number of one step, with its weight in the mean."""
-
-    value: float
-    weight: float
+_Weighted = tuple[float, float]
+"""A number of one step, and its weight in the mean."""
 
 
 def _drift(bucket: str, steps: Iterable[rows.StepRow]) -> LagDrift:
@@ -331,15 +328,13 @@ def _drift(bucket: str, steps: Iterable[rows.StepRow]) -> LagDrift:
             value = row.number(prefix + name)
             length = row.number(f"{prefix}length_mean") if per_token else 1.0
             if value is not None and length is not None:
-                values.append(_Weighted(value, count * length))
+                values.append((value, count * length))
         return values
 
     means = weighted("ratio_log_mean")
     mean = _mean(means)
-    within = _mean([_Weighted(std * std, weight) for std, weight in weighted("ratio_log_std")])
-    between = (
-        _mean([_Weighted((value - mean) * (value - mean), weight) for value, weight in means]) if mean is not None else None
-    )
+    within = _mean([(std * std, weight) for std, weight in weighted("ratio_log_std")])
+    between = _mean([((value - mean) * (value - mean), weight) for value, weight in means]) if mean is not None else None
     return LagDrift(
         bucket,
         count=int(sum(count for _, count in told)),
@@ -358,7 +353,7 @@ def _turn_drift(bucket: str, steps: Iterable[rows.StepRow]) -> TurnDrift:
     counts = [(row, row.number(f"{prefix}tokens") or 0) for row in steps]
 
     def mean(name: str) -> float | None:
-        return _mean([_Weighted(value, tokens) for row, tokens in counts if (value := row.number(prefix + name)) is not None])
+        return _mean([(value, tokens) for row, tokens in counts if (value := row.number(prefix + name)) is not None])
 
     num_tokens = int(sum(tokens for _, tokens in counts))
     return TurnDrift(bucket, num_tokens, mean("lag_mean"), mean("kl_behavior_policy_k3"))

@@ -33,16 +33,33 @@ _FINITE = ("reward/mean", "loss/policy", "loss/grad_norm", "ratio/log_mean", "kl
 """Metrics whose value is a number in every sound step."""
 
 
+Reason = Callable[[Sequence[StepRow]], str | None]
+"""Returns the trouble in words, None while there is none, from the newest steps, at most `HISTORY`, oldest first."""
+
+
 class HealthRule(NamedTuple):
     """One sign of trouble."""
 
     name: str
     condition: str
     hint: str
-    reason: Callable[[Sequence[StepRow]], str | None]
-    """Returns the trouble in words, None while there is none, from the newest steps, at most `HISTORY`, oldest first."""
+    reason: Reason
     is_of_solved_tasks: bool = False
     """True where the condition is no trouble once the policy solves the task."""
+
+
+RULES: list[HealthRule] = []
+"""Every health rule, in the order in which they are reported: that of the functions below."""
+
+
+def _rule(condition: str, hint: str, *, is_of_solved_tasks: bool = False) -> Callable[[Reason], Reason]:
+    """Make a function the reason of a rule of its name."""
+
+    def add(reason: Reason) -> Reason:
+        RULES.append(HealthRule(reason.__name__.strip("_"), condition, hint, reason, is_of_solved_tasks))
+        return reason
+
+    return add
 
 
 class Health:
@@ -116,11 +133,18 @@ def _event(kind: str, rule: HealthRule, detail: str, step: StepRow) -> EventRow:
     return EventRow(event=kind, rule=rule.name, detail=detail, policy_version=step.policy_version)
 
 
-# The reasons
+# The rules
 
 
-def no_signal(steps: Sequence[StepRow]) -> str | None:
-    """All rewards of each step, or of each of its groups, are equal."""
+@_rule(
+    f"In each of {SIGNAL_STEPS} steps all rewards are equal, or all rewards within each group are, so every advantage "
+    "with a group baseline is 0.",
+    "Read some completions (`offbeat samples`) and check the reward. Use harder or easier prompts, or a larger "
+    "rollout.group_size or temperature. If you have changed the learning rate, the policy may be ruined: resume an earlier "
+    "checkpoint.",
+    is_of_solved_tasks=True,
+)
+def _no_signal(steps: Sequence[StepRow]) -> str | None:
     last = _last(steps, SIGNAL_STEPS)
     if last and all(_num_completions(step) > 1 and step.number("reward/std") == 0 for step in last):
         rewards = {step.number("reward/mean") for step in last}
@@ -131,8 +155,13 @@ def no_signal(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def groups_alike(steps: Sequence[StepRow]) -> str | None:
-    """Most groups, though not all, have equal rewards."""
+@_rule(
+    f"In at least {ALIKE_SHARE:.0%} of the groups of {ALIKE_STEPS} steps, though not in all, the rewards are equal.",
+    "The task may be solved: look at the held-out reward. If it is not, use harder or easier prompts, or "
+    'loss.zero_variance = "drop".',
+    is_of_solved_tasks=True,
+)
+def _groups_alike(steps: Sequence[StepRow]) -> str | None:
     last = _last(steps, ALIKE_STEPS)
     num_groups = sum(_num_groups(step) for step in last)
     share = sum(_num_alike(step) or 0 for step in last) / num_groups if num_groups else 0.0
@@ -143,16 +172,23 @@ def groups_alike(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def all_cut(steps: Sequence[StepRow]) -> str | None:
-    """Nearly no completion ends by itself."""
+@_rule(
+    f"In each of {CUT_STEPS} steps at least {CUT_SHARE:.0%} of the completions are cut at `rollout.max_new_tokens`.",
+    "Raise rollout.max_new_tokens, or check that the chat template and the model agree on the end of a turn.",
+)
+def _all_cut(steps: Sequence[StepRow]) -> str | None:
     shares = _numbers(_last(steps, CUT_STEPS), "length/cut")
     if len(shares) == CUT_STEPS and min(shares) >= CUT_SHARE:
         return f"In the last {CUT_STEPS} steps {statistics.fmean(shares):.0%} of the completions were cut at max_new_tokens"
     return None
 
 
-def entropy_collapsed(steps: Sequence[StepRow]) -> str | None:
-    """The policy is nearly deterministic."""
+@_rule(
+    f"In each of {ENTROPY_STEPS} steps the policy's mean entropy is below {LEAST_ENTROPY:g} nats per token.",
+    "Completions hardly differ any more. If the reward is not high enough yet, lower train.learning_rate, or raise "
+    "loss.entropy_coef or loss.clip_high.",
+)
+def _entropy_collapsed(steps: Sequence[StepRow]) -> str | None:
     entropies = _numbers(_last(steps, ENTROPY_STEPS), "entropy/mean")
     if len(entropies) == ENTROPY_STEPS and max(entropies) < LEAST_ENTROPY:
         mean = statistics.fmean(entropies)
@@ -160,14 +196,20 @@ def entropy_collapsed(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def not_finite(steps: Sequence[StepRow]) -> str | None:
-    """A number of the newest step is infinite or no number."""
+@_rule(
+    "Reward, loss, gradient norm, mean log ratio or KL of a step is infinite or not a number.",
+    "Resume an earlier checkpoint with a lower train.learning_rate, or in float32.",
+)
+def _not_finite(steps: Sequence[StepRow]) -> str | None:
     names = [name for name in _FINITE if name in steps[-1].metrics and steps[-1].number(name) is None]
     return f"Not a finite number at step {steps[-1].policy_version}: {', '.join(names)}" if names else None
 
 
-def ratios_exploded(steps: Sequence[StepRow]) -> str | None:
-    """The sequence ratios of many completions are far from 1."""
+@_rule(
+    f"In each of {EXPLODED_STEPS} steps the 5th or 95th percentile of log s is beyond {LARGEST_LOG_RATIO:g} nats.",
+    "The policy has moved too far from the one that sampled its data: lower train.learning_rate or staleness.max_staleness.",
+)
+def _ratios_exploded(steps: Sequence[StepRow]) -> str | None:
     last = _last(steps, EXPLODED_STEPS)
     widest = [max(map(abs, _numbers([step], "ratio/log_p05", "ratio/log_p95")), default=0.0) for step in last]
     if last and min(widest) > LARGEST_LOG_RATIO:
@@ -175,8 +217,12 @@ def ratios_exploded(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def gradient_exploded(steps: Sequence[StepRow]) -> str | None:
-    """The gradient is far larger than it was."""
+@_rule(
+    f"In each of {EXPLODED_STEPS} steps the gradient norm is above {GRADIENT_FACTOR:g} times the median of the up to "
+    f"{GRADIENT_STEPS} steps before them.",
+    "Lower train.learning_rate, and look at the completions of these steps.",
+)
+def _gradient_exploded(steps: Sequence[StepRow]) -> str | None:
     last = _numbers(_last(steps, EXPLODED_STEPS), "loss/grad_norm")
     before = _numbers(steps[-EXPLODED_STEPS - GRADIENT_STEPS : -EXPLODED_STEPS], "loss/grad_norm")
     if len(last) < EXPLODED_STEPS or len(before) < SIGNAL_STEPS:
@@ -187,16 +233,23 @@ def gradient_exploded(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def gradient_zero(steps: Sequence[StepRow]) -> str | None:
-    """The gradient vanishes although rewards differ."""
+@_rule(
+    f"In each of {SIGNAL_STEPS} steps the gradient norm is 0, although rewards differ.",
+    "Everything is clipped or masked: see clip/fraction and correction/masked, and widen the clip range.",
+)
+def _gradient_zero(steps: Sequence[StepRow]) -> str | None:
     norms = _numbers(_last(steps, SIGNAL_STEPS), "loss/grad_norm")
-    if len(norms) == SIGNAL_STEPS and max(norms) == 0 and no_signal(steps) is None:
+    if len(norms) == SIGNAL_STEPS and max(norms) == 0 and _no_signal(steps) is None:
         return f"The gradient norm is 0 in the last {SIGNAL_STEPS} steps, although rewards differ"
     return None
 
 
-def reward_halved(steps: Sequence[StepRow]) -> str | None:
-    """The reward has lost half of its best, and more than noise explains."""
+@_rule(
+    f"The mean reward of {REWARD_STEPS} steps is below half of the best such mean of the last {HISTORY} steps (from the "
+    f"lowest mean, if that is negative), by more than {REWARD_ERRORS:g} standard errors.",
+    "Resume the checkpoint before the fall with a lower train.learning_rate or staleness.max_staleness.",
+)
+def _reward_halved(steps: Sequence[StepRow]) -> str | None:
     rewards = _numbers(steps, "reward/mean")
     if len(rewards) < 2 * REWARD_STEPS:
         return None
@@ -212,22 +265,34 @@ def reward_halved(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
-def learner_idle(steps: Sequence[StepRow]) -> str | None:
-    """The learner waits for rollouts most of the time."""
+@_rule(
+    f"The learner waits for rollouts {IDLE_SHARE:.0%} of the time in {IDLE_STEPS} steps; not with max_staleness 0.",
+    "Add actors, or raise staleness.max_staleness if it holds them back.",
+)
+def _learner_idle(steps: Sequence[StepRow]) -> str | None:
     share = _share_of_time(steps, "time/wait_rollouts_s")
     if share >= IDLE_SHARE:
         return f"The learner waits for rollouts, {share:.0%} of the last {IDLE_STEPS} steps' time"
     return None
 
 
-def actors_idle(steps: Sequence[StepRow]) -> str | None:
-    """The staleness bound keeps actors from work most of the time."""
+@_rule(
+    f"Only the staleness bound keeps an actor with capacity from getting a lease, {IDLE_SHARE:.0%} of the time in "
+    f"{IDLE_STEPS} steps; not with max_staleness 0.",
+    "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
+)
+def _actors_idle(steps: Sequence[StepRow]) -> str | None:
     share = _share_of_time(steps, "time/held_back_s")
     if share >= IDLE_SHARE:
         return f"Actors wait for leases, {share:.0%} of the last {IDLE_STEPS} steps' time, because of the staleness bound"
     return None
 
 
+@_rule(
+    f"In {IDLE_STEPS} steps the learner waits for rollouts {STARVED_SHARE:.0%} of the time, the bound keeps an actor from "
+    "getting a lease for as long, and groups take longer than `staleness.max_staleness` steps.",
+    "Raise staleness.max_staleness, or end long episodes earlier (environment.episode_timeout_s).",
+)
 def bound_starves(steps: Sequence[StepRow]) -> str | None:
     """Learner and actors both wait, because groups take longer than the batches that the bound lets be under way."""
     last = _last(steps, IDLE_STEPS)
@@ -246,95 +311,6 @@ def bound_starves(steps: Sequence[StepRow]) -> str | None:
         f"Learner and actors wait for each other: groups take {latency_s:.3g} s, steps {work_s:.3g} s, and "
         f"staleness.max_staleness = {bound:g} keeps the next leases back. A bound of {needed} would be enough"
     )
-
-
-RULES = (
-    HealthRule(
-        "no_signal",
-        f"In each of {SIGNAL_STEPS} steps all rewards are equal, or all rewards within each group are, so every advantage "
-        "with a group baseline is 0.",
-        "Read some completions (`offbeat samples`) and check the reward. Use harder or easier prompts, or a larger "
-        "rollout.group_size or temperature. If you have changed the learning rate, the policy may be ruined: resume an earlier "
-        "checkpoint.",
-        no_signal,
-        is_of_solved_tasks=True,
-    ),
-    HealthRule(
-        "groups_alike",
-        f"In at least {ALIKE_SHARE:.0%} of the groups of {ALIKE_STEPS} steps, though not in all, the rewards are equal.",
-        "The task may be solved: look at the held-out reward. If it is not, use harder or easier prompts, or "
-        'loss.zero_variance = "drop".',
-        groups_alike,
-        is_of_solved_tasks=True,
-    ),
-    HealthRule(
-        "all_cut",
-        f"In each of {CUT_STEPS} steps at least {CUT_SHARE:.0%} of the completions are cut at `rollout.max_new_tokens`.",
-        "Raise rollout.max_new_tokens, or check that the chat template and the model agree on the end of a turn.",
-        all_cut,
-    ),
-    HealthRule(
-        "entropy_collapsed",
-        f"In each of {ENTROPY_STEPS} steps the policy's mean entropy is below {LEAST_ENTROPY:g} nats per token.",
-        "Completions hardly differ any more. If the reward is not high enough yet, lower train.learning_rate, or raise "
-        "loss.entropy_coef or loss.clip_high.",
-        entropy_collapsed,
-    ),
-    HealthRule(
-        "not_finite",
-        "Reward, loss, gradient norm, mean log ratio or KL of a step is infinite or not a number.",
-        "Resume an earlier checkpoint with a lower train.learning_rate, or in float32.",
-        not_finite,
-    ),
-    HealthRule(
-        "ratios_exploded",
-        f"In each of {EXPLODED_STEPS} steps the 5th or 95th percentile of log s is beyond {LARGEST_LOG_RATIO:g} nats.",
-        "The policy has moved too far from the one that sampled its data: lower train.learning_rate or "
-        "staleness.max_staleness.",
-        ratios_exploded,
-    ),
-    HealthRule(
-        "gradient_exploded",
-        f"In each of {EXPLODED_STEPS} steps the gradient norm is above {GRADIENT_FACTOR:g} times the median of the up to "
-        f"{GRADIENT_STEPS} steps before them.",
-        "Lower train.learning_rate, and look at the completions of these steps.",
-        gradient_exploded,
-    ),
-    HealthRule(
-        "gradient_zero",
-        f"In each of {SIGNAL_STEPS} steps the gradient norm is 0, although rewards differ.",
-        "Everything is clipped or masked: see clip/fraction and correction/masked, and widen the clip range.",
-        gradient_zero,
-    ),
-    HealthRule(
-        "reward_halved",
-        f"The mean reward of {REWARD_STEPS} steps is below half of the best such mean of the last {HISTORY} steps (from the "
-        f"lowest mean, if that is negative), by more than {REWARD_ERRORS:g} standard errors.",
-        "Resume the checkpoint before the fall with a lower train.learning_rate or staleness.max_staleness.",
-        reward_halved,
-    ),
-    HealthRule(
-        "learner_idle",
-        f"The learner waits for rollouts {IDLE_SHARE:.0%} of the time in {IDLE_STEPS} steps; not with max_staleness 0.",
-        "Add actors, or raise staleness.max_staleness if it holds them back.",
-        learner_idle,
-    ),
-    HealthRule(
-        "actors_idle",
-        f"Only the staleness bound keeps an actor with capacity from getting a lease, {IDLE_SHARE:.0%} of the time in "
-        f"{IDLE_STEPS} steps; not with max_staleness 0.",
-        "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
-        actors_idle,
-    ),
-    HealthRule(
-        "bound_starves",
-        f"In {IDLE_STEPS} steps the learner waits for rollouts {STARVED_SHARE:.0%} of the time, the bound keeps an actor from "
-        "getting a lease for as long, and groups take longer than `staleness.max_staleness` steps.",
-        "Raise staleness.max_staleness, or end long episodes earlier (environment.episode_timeout_s).",
-        bound_starves,
-    ),
-)
-"""Every health rule, in the order in which they are reported."""
 
 
 # Numbers of steps
