@@ -271,8 +271,7 @@ def claim_table(checks: Iterable[Check]) -> FittedTable:
         shown = [*violations[:5], *([f"... and {len(violations) - 5} more"] if len(violations) > 5 else [])]
         verdict = Text("VIOLATION", style="red") if violations else Text("OK", style="green")
         rows.append((claim, verdict, "\n".join(shown) or seen))
-    head = ("claim", "", "detail")
-    return table(head, rows, texts=head)
+    return table(("claim", "", "detail"), rows, texts=("claim", "", "detail"))
 
 
 def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) -> list[Check]:

@@ -187,15 +187,12 @@ def _comparison_cells(comparison: length_bias.BiasTest) -> tuple[str, ...]:
 
 def render_drift(report: DriftReport) -> RenderableType:
     """Return the report as tables and sentences."""
-    if not report.by_lag:
-        drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")
-    else:
-        drift = table(DRIFT_HEAD, [drift_cells(line) for line in report.by_lag], title="Drift by policy lag")
-    turns = [turn_cells(line) for line in report.by_turn]
+    lags, turns = [drift_cells(line) for line in report.by_lag], [turn_cells(line) for line in report.by_turn]
+    none = Text("No step has recorded its drift by policy lag.", style="yellow")
     head, tests = part_head(report.bias), comparison_rows(report.bias)
     style = "red" if report.bias.alarm else "green"
     return Group(
-        drift,
+        table(DRIFT_HEAD, lags, title="Drift by policy lag") if lags else none,
         *([table(TURN_HEAD, turns, title="Drift by turn")] if turns else []),
         table(head, part_rows(report.bias, report.books), title="How the leases ended"),
         *([table(COMPARISON_HEAD, tests, title="Tests of bias")] if tests else []),

@@ -30,6 +30,7 @@ _CLIPPING = "the objective has a clip band"
 _PROXIMAL = 'loss.anchor is "interpolated", "proximal" or "decoupled"'
 _CORRECTED = 'loss.correction is not "none"'
 _FLOOR = "loss.noise_floor is set"
+_REPLAYED = 'loss.routing_replay is not "off"'
 _IN_EPISODES = "task.environment is set"
 _IN_PARTS = "the reward function returns named parts"
 _IN_BUCKET = "the step trained on completions in that bucket"
@@ -142,12 +143,7 @@ STEP_METRICS: tuple[Metric, ...] = (
         "Share of the targets' variance over tokens that the values before the update explain: 1 - var(R - V) / var(R).",
         "the run has a critic, and the targets differ",
     ),
-    Metric(
-        "loss/replay_changed_slots",
-        "share",
-        "Experts of the replayed routing that the routers would not have chosen.",
-        'loss.routing_replay is not "off"',
-    ),
+    Metric("loss/replay_changed_slots", "share", "Replayed experts that the routers would not have chosen.", _REPLAYED),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
     Metric("loss/learning_rate", "", "Learning rate of the step, scaled where train.on_policy_ess is set."),
@@ -161,11 +157,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("compute/peak", "FLOP/s", "Speed of the learner's devices: published for GPUs in bfloat16, else measured at start."),
     Metric("compute/mfu", "share", "Model FLOPs utilization: compute/flops over what compute/peak allows in time/train_s."),
     Metric("time/train_s", "s", "Time of forward and backward passes and the optimizer step."),
-    Metric(
-        "time/prepare_s",
-        "s",
-        "Time of the frozen log-probs and advantages of the whole batch; in a batch's first step, 0 in the others.",
-    ),
+    Metric("time/prepare_s", "s", "Time of a batch's frozen log-probs and advantages, in its first step; 0 in the others."),
     Metric("time/step_s", "s", "Wall time of the whole batch, waiting included, divided by its steps."),
     Metric("time/wait_rollouts_s", "s", "Time the learner waited for the batch, divided by its steps."),
     Metric("time/held_back_s", "s", "Time in which staleness alone kept an actor with room from a lease, over the steps."),

@@ -145,10 +145,8 @@ def _vitals(report: StatusReport, vitals: Vitals) -> str:
 
 def _tuned(change: SettingChange) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at))
-    return (
-        f"set: {change.setting} = {change.after} (config: {change.before}), by {change.who} at version "
-        f"{change.policy_version}, {at}"
-    )
+    by = f"by {change.who} at version {change.policy_version}"
+    return f"set: {change.setting} = {change.after} (config: {change.before}), {by}, {at}"
 
 
 def _members(report: StatusReport) -> FittedTable:

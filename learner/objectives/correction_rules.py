@@ -46,8 +46,7 @@ def resolve_corrections(text: str) -> tuple[AnyCorrection, ...]:
     """Return the corrections of `loss.correction`; import the user's own."""
     resolved: list[AnyCorrection] = []
     for choice in parse_corrections(text):
-        name = built_in(choice.name)
-        if name is None:
+        if (name := built_in(choice.name)) is None:
             resolved.append(load_correction(choice.name))
             continue
         assert choice.high is not None, "a built-in correction has an upper bound of its own"
