@@ -136,7 +136,7 @@ def micro_batches(sequences: Sequences) -> list[Sequences]:
     result: list[Sequences] = []
     total = MICRO_BATCH_TOKENS
     for prompt, completions in sequences:
-        size = len(prompt) + sum(map(num_inputs, completions))
+        size = len(prompt) + num_inputs(completions)
         if total + size > MICRO_BATCH_TOKENS:
             result.append([])
             total = 0
