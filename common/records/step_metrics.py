@@ -2,8 +2,7 @@
 
 The code that writes a metric and the code that reads it use a name of these tables. In a name, `<lag>` stands for a bucket of
 policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows; `<turn>` stands for a bucket
-of an episode's turns: `1`, `2`, `3-4`, `5-8` or `9+`; `<part>` stands for a named
-part of the reward, `<task>` for the name of a task.
+of an episode's turns: `1`, `2`, `3-4`, `5-8` or `9+`; `<part>` stands for a named part of the reward, `<task>` for a task.
 
 In the meanings mu is the behavior policy, pi_old the proximal one, pi the current one and s a completion's sequence ratio
 `exp(mean over its tokens of log pi/anchor)`. A *mean per completion* is over completions with loss tokens.

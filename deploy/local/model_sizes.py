@@ -156,8 +156,7 @@ def _scan_of(fields: Mapping[str, Any]) -> Scan | None:
     if heads := fields.get("linear_num_value_heads"):
         key_size, value_size = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
         keys, values = fields["linear_num_key_heads"] * key_size, heads * value_size
-        num_parameters = hidden * (2 * keys + 3 * values + 2 * heads)
-        return Scan(num_layers, heads, key_size, value_size, 64, "fla", num_parameters)
+        return Scan(num_layers, heads, key_size, value_size, 64, "fla", hidden * (2 * keys + 3 * values + 2 * heads))
     if heads := fields.get("mamba_n_heads"):
         inner = fields.get("mamba_d_ssm") or fields["mamba_expand"] * hidden
         state_size, groups = fields["mamba_d_state"], fields.get("mamba_n_groups") or 1

@@ -181,9 +181,11 @@ def _split(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRo
     pieces: list[list[TrainingRow]] = []
     num_tokens = 0
     for row in rows:
+        num_tokens += _num_inputs([row])
         is_next = bool(pieces) and pieces[-1][0].group == row.group
-        # Episodes may have their beginnings in common.
-        num_tokens = _num_tokens([*pieces[-1], row]) if is_next and row.rollout.turns else num_tokens + _num_inputs([row])
+        if is_next and num_tokens > max_tokens and row.rollout.turns:
+            # Episodes may have their beginnings in common, which are counted only when it matters.
+            num_tokens = _num_tokens([*pieces[-1], row])
         if is_next and num_tokens <= max_tokens:
             pieces[-1].append(row)
         else:
