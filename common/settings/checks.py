@@ -333,11 +333,14 @@ def _warnings(config: Config) -> list[str]:
                 f"{setting}.temperature = {value:g}: above {_HIGH_TEMPERATURE:g} nearly every token is likely to be sampled, "
                 "whatever the model has learned. Language models are sampled at 0.6 to 1.2."
             )
-    rate = config.train.learning_rate
-    if not _LOW_LEARNING_RATE <= rate <= _HIGH_LEARNING_RATE:
-        harm = (
-            "Rounding takes so little away: nothing will change." if rate < _LOW_LEARNING_RATE else "It will break the model."
+    if config.train.learning_rate < _LOW_LEARNING_RATE:
+        warnings.append(
+            f"train.learning_rate = {config.train.learning_rate:g}: AdamW moves every weight by about that much in each step, "
+            "which rounding takes away: nothing will change. Language models are trained with 1e-7 to 1e-3."
         )
-        learns = "AdamW moves every weight by about that much in each step, and language models are trained with 1e-7 to 1e-3"
-        warnings.append(f"train.learning_rate = {rate:g}: {learns}. {harm}")
+    if config.train.learning_rate > _HIGH_LEARNING_RATE:
+        warnings.append(
+            f"train.learning_rate = {config.train.learning_rate:g}: AdamW moves every weight by about that much in each step, "
+            "and language models are trained with 1e-7 to 1e-3. Such a run will most likely break its model at the first steps."
+        )
     return warnings
