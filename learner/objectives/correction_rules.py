@@ -4,7 +4,7 @@ Every correction sees the whole micro-batch, and their weights are multiplied, s
 it would drop alone, and a weight is what it would be alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,19 @@ class CorrectionRule:
         """The correction cuts weights to its bounds; False: it gives 0 beyond them."""
         return self.name in ("token_tis", "geometric_tis", "sequence_tis")
 
+
+_BETWEEN: dict[CorrectionName, Callable[..., Tensor]] = {
+    "token_tis": corrections.token_tis,
+    "geometric_tis": corrections.geometric_tis,
+    "sequence_tis": corrections.sequence_tis,
+    "icepop": corrections.icepop,
+    "sequence_mask": corrections.sequence_mask,
+    "geometric_mask": corrections.geometric_mask,
+    "segment_mask": corrections.segment_mask,
+}
+"""The corrections with two bounds."""
+_BELOW: dict[CorrectionName, Callable[..., Tensor]] = {"k2_mask": corrections.k2_mask, "k3_mask": corrections.k3_mask}
+"""Those with an upper bound alone; `opsm` looks at advantages, too."""
 
 AnyCorrection = CorrectionRule | OwnCorrection
 """A built-in correction, or the user's own."""
@@ -89,5 +102,6 @@ def apply_correction(rule: AnyCorrection, log_rho: Tensor, completion_mask: Tens
         return rule(log_rho, completion_mask, advantages)
     if rule.name == "opsm":
         return corrections.opsm(log_rho, completion_mask, advantages, threshold=rule.high)
-    bounds = {"high": rule.high} if rule.name in ("k2_mask", "k3_mask") else {"low": rule.low, "high": rule.high}
-    return getattr(corrections, rule.name)(log_rho, completion_mask, **bounds)
+    if rule.name in _BELOW:
+        return _BELOW[rule.name](log_rho, completion_mask, high=rule.high)
+    return _BETWEEN[rule.name](log_rho, completion_mask, low=rule.low, high=rule.high)

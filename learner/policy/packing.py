@@ -148,12 +148,12 @@ def whole_rows(spans: Sequence[Span], device: torch.device) -> WholeRows:
 
 def num_inputs(completions: Sequence[TokenIds | Turns]) -> int:
     """Count the inputs that `pack` makes of a prompt's completions."""
-    total = sum(
-        len(one.token_ids) + len(one.context_ids) - len(_branches(one.turns))
-        if isinstance(one, Turns)
-        else max(0, len(one) - 1)
-        for one in completions
-    )
+    total = 0
+    for one in completions:
+        if isinstance(one, Turns):
+            total += len(one.token_ids) + len(one.context_ids) - len(_branches(one.turns))
+        else:
+            total += max(0, len(one) - 1)
     return total - sum((len(sharing) - 1) * (end - start) for sharing, start, end in _shared(_openings(completions)))
 
 

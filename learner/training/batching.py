@@ -136,15 +136,15 @@ def assign_rows(
     """
     if packs:
         share = math.ceil(sum(len(row.prompt_token_ids) + _num_inputs([row]) for row in rows) / world_size)
-        pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
-        sizes = [_num_tokens(piece) for piece in pieces]
+        sized = [(_num_tokens(piece), piece) for piece in _split(rows, min(micro_batch_tokens, share))]
+        sized.sort(key=lambda one: one[0], reverse=True)
     else:
         # Those of one length next to each other: the first of a micro-batch is its longest.
-        pieces = [[row] for row in sorted(rows, key=lambda row: _whole_shape(row)[1], reverse=True)]
-        sizes = [math.prod(_whole_shape(row)) for (row,) in pieces]
+        ordered = sorted(rows, key=lambda row: _whole_shape(row)[1], reverse=True)
+        sized = [(math.prod(_whole_shape(row)), [row]) for row in ordered]
     of_rank: list[list[list[TrainingRow]]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for piece, size in zip(pieces, sizes, strict=True):
+    for size, piece in sized:
         rank = loads.index(min(loads))
         of_rank[rank].append(piece)
         loads[rank] += size
@@ -200,7 +200,8 @@ def _fill(pieces: Sequence[list[TrainingRow]], max_tokens: int) -> list[list[Tra
     loads: list[int] = []
     groups: list[set[int]] = []
     for piece in pieces:
-        group, of_completions, alone = piece[0].group, _num_inputs(piece), _num_tokens(piece)
+        group, of_completions = piece[0].group, _num_inputs(piece)
+        alone = len(piece[0].prompt_token_ids) + of_completions
         for index, load in enumerate(loads):
             added = of_completions if group in groups[index] else alone
             if load + added <= max_tokens:
