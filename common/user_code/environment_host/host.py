@@ -30,6 +30,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -43,6 +44,10 @@ FRAMEWORKS = ("gymnasium", "nemo_gym", "openenv", "verifiers")
 """Names before the colon that stand for a file beside this one, which plays the environments of that framework."""
 NUM_THREADS = 512
 """Plain functions that play at once."""
+MAX_METRICS = 24
+"""Numbers of a framework that are shown beside the reward. A reward has at most 32 parts."""
+LARGEST_METRIC = 1e6
+"""Largest number that a part of a reward may be. Frameworks also record times and identifiers."""
 _TRANSIENT_CLASSES = frozenset(
     [
         "APIConnectionError",
@@ -74,6 +79,16 @@ class HostedChat:
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode, which is shown as `reward_part/NAME`."""
         self.metrics[name] = float(value)
+
+    def show(self, numbers: dict[str, float]) -> None:
+        """Give numbers that a framework has named: the first `MAX_METRICS` of those within `LARGEST_METRIC`."""
+        shown = [(self.part_name(name), float(value)) for name, value in numbers.items() if abs(value) <= LARGEST_METRIC]
+        self.metrics.update(shown[:MAX_METRICS])
+
+    @staticmethod
+    def part_name(name: str) -> str:
+        """Return a name that a part of a reward may have, with `_` in the place of other characters."""
+        return re.sub(r"^(?![A-Za-z_])|[^A-Za-z0-9_.-]", "_", name)[:64]
 
     def ask(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return the model's next message. It waits: call it from a plain function, or with `asyncio.to_thread`.

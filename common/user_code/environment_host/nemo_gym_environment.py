@@ -13,7 +13,6 @@ that asks to come again later, ends the attempt.
 from __future__ import annotations
 
 import json
-import re
 import urllib.error
 import urllib.request
 from http.cookiejar import CookieJar
@@ -25,10 +24,6 @@ REQUEST_S = 600.0
 MAX_ANSWER_BYTES = 16 << 20
 UNAVAILABLE = (408, 425, 429, 502, 503, 504)
 """HTTP statuses that say nothing about a tool's arguments. 500 does: NeMo Gym's servers answer so when a tool has raised."""
-MAX_METRICS = 24
-"""Numbers beside the reward that are shown. A reward has at most 32 parts."""
-LARGEST_METRIC = 1e6
-"""Largest number that a part of a reward may be. Servers also return times and identifiers."""
 
 
 class Session:
@@ -91,8 +86,10 @@ class NemoGymEnvironment:
         # A verifier whose judge has failed says so beside a reward of 0, which is none.
         if verdict.get("_ng_failure_class"):
             raise ConnectionError(f"{verdict['_ng_failure_class']}: {verdict.get('_ng_failure_judge_error')}")
-        for name, value in list(_numbers(row, verdict))[:MAX_METRICS]:
-            chat.metric(name, value)
+        numbers = {**(verdict.get("reward_components") or {}), **verdict}
+        # A server repeats the row.
+        others = {*row, "reward"}
+        chat.show({name: value for name, value in numbers.items() if name not in others and isinstance(value, (int, float))})
         return {"reward": verdict.get("reward")}
 
     def _respond(self, chat: Any, session: Session, request: dict[str, Any]) -> dict[str, Any]:
@@ -130,10 +127,3 @@ def load(name: str, arguments: dict[str, Any]) -> NemoGymEnvironment:
     if "url" not in arguments:
         raise ValueError('environment.arguments has no url: name the server, {url = "http://127.0.0.1:8000"}')
     return NemoGymEnvironment(arguments)
-
-
-def _numbers(row: dict[str, Any], verdict: dict[str, Any]) -> Any:
-    """Yield the numbers of a verification beside its reward, without those of the row, which it repeats."""
-    for name, value in {**(verdict.get("reward_components") or {}), **verdict}.items():
-        if isinstance(value, (int, float)) and name not in row and name != "reward" and abs(value) <= LARGEST_METRIC:
-            yield re.sub(r"^(?=\d)|[^A-Za-z0-9_.-]", "_", name)[:64], float(value)

@@ -157,12 +157,13 @@ class VerifiersEnvironment:
         _raise_failure(episode)
         chat.metric("turns", episode.num_turns)
         rewards: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for trace in episode.traces:
             for name, reward in trace.rewards.items():
-                rewards[name] = rewards.get(name, 0.0) + reward.value / len(episode.by_agent[trace.agent.name])
-            for name, value in trace.metrics.items():
-                if value is not None and name not in rewards:
-                    chat.metric(name, value)
+                part = chat.part_name(name)
+                rewards[part] = rewards.get(part, 0.0) + reward.value / len(episode.by_agent[trace.agent.name])
+            metrics.update((name, value) for name, value in trace.metrics.items() if value is not None)
+        chat.show({name: value for name, value in metrics.items() if chat.part_name(name) not in rewards})
         return rewards
 
 

@@ -39,6 +39,10 @@ class SumTask(vf.Task[SumData]):
         return float(trace.last_reply == self.data.answer)
 
     @vf.metric
+    async def lengths(self, trace: vf.Trace) -> dict[str, float]:
+        return {"length/in characters": float(len(trace.last_reply)), "started_at": 1.7e9}
+
+    @vf.metric
     async def characters(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply))
 
@@ -119,7 +123,16 @@ def test_weighted_rewards_are_parts_and_metrics_are_shown(workers: Workers, rows
     end = play(workers, rows[0], "2")
     assert isinstance(end, Ended)
     assert end.reward == 2.0
-    assert end.parts == {"right": 2.0, "characters": 1.0, "turns": 1.0, "repeated_requests": 0.0}
+    assert end.parts.items() >= {"right": 2.0, "characters": 1.0, "turns": 1.0, "repeated_requests": 0.0}.items()
+
+
+def test_metrics_have_other_names_where_ours_forbid_them_and_none_beyond_a_part(
+    workers: Workers, rows: list[dict[str, object]]
+) -> None:
+    end = play(workers, rows[0], "2")
+    assert isinstance(end, Ended)
+    assert end.parts["length_in_characters"] == 1.0
+    assert "started_at" not in end.parts
 
 
 def test_scripted_user_goes_on_in_the_same_sequence(workers: Workers, rows: list[dict[str, object]]) -> None:
