@@ -5,8 +5,8 @@
 
     observation, as text -> turn of the model -> its last number, an action -> step -> reward, observation -> ...
 
-A text that holds no action is answered with the actions that there are, and takes a turn. `ansi` shows the environment's own
-picture where it has one. Rows are seeds.
+A text that holds no action is answered with the actions that there are, takes a turn, and earns `without_action` (0). `ansi`
+shows the environment's own picture where it has one. Rows are seeds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class GymnasiumEnvironment:
         self._options = dict(arguments.get("make", {}))
         self._max_turns = int(arguments.get("max_turns", 50))
         self._rules = str(arguments.get("rules", ""))
+        self._without_action = float(arguments.get("without_action", 0.0))
         environment = self._make()
         space = environment.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
@@ -74,6 +75,7 @@ class GymnasiumEnvironment:
                 if not numbers or int(numbers[-1]) not in self._actions:
                     shown = f"Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
+                    total += self._without_action
                 else:
                     observation, reward, terminated, truncated, _ = environment.step(int(numbers[-1]))
                     total += float(reward)

@@ -6,14 +6,17 @@
     observation, as JSON -> turn of the model -> an action -> step -> reward, observation -> ...
 
 An answer is an action as JSON, perhaps in a fenced block; where the server's action has one required field, any text is its
-value. An answer that is no action is answered with the schema, and takes a turn. Rows are seeds, which `reset` gets.
+value. An answer that is no action is answered with the schema, takes a turn, and earns `without_action` (0). Rows are seeds,
+which `reset` gets. Most servers have room for one session: episodes wait for each other then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import sys
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +26,8 @@ import openenv  # pyright: ignore[reportMissingImports]
 FENCE = re.compile(r"^```\w*\n(.*)\n```$", re.DOTALL)
 BASE_FIELDS = ("done", "metadata", "reward")
 """Fields of every observation, which the model does not read."""
+FULL_S = 0.2
+"""Time between two tries to begin a session at a server that has no room."""
 
 
 class OpenEnvEnvironment:
@@ -33,6 +38,9 @@ class OpenEnvEnvironment:
         self._url = str(arguments["url"]).rstrip("/")
         self._reset = dict(arguments.get("reset", {}))
         self._max_turns = int(arguments.get("max_turns", 50))
+        self._without_action = float(arguments.get("without_action", 0.0))
+        self._entrance = asyncio.Lock()
+        self._was_full = False
         with urllib.request.urlopen(f"{self._url}/schema", timeout=30) as answer:
             schema = json.load(answer)["action"]
         self._fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
@@ -52,8 +60,8 @@ class OpenEnvEnvironment:
     async def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
         """Play until the environment is done; return the sum of the rewards."""
         total = 0.0
-        async with openenv.GenericEnvClient(base_url=self._url) as client:
-            result = await client.reset(**{"seed": row["seed"], **self._reset})
+        async with contextlib.AsyncExitStack() as session:
+            client, result = await self._begin(session, row["seed"])
             messages = [{"role": "user", "content": f"{self._rules}\n{_shown(result.observation)}"}]
             for turn in range(1, self._max_turns + 1):
                 answer = (await asyncio.to_thread(chat.ask, messages))["content"] or ""
@@ -67,6 +75,7 @@ class OpenEnvEnvironment:
                     action = None
                 if action is None:
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
+                    total += self._without_action
                     shown = self._how()
                 else:
                     total += float(result.reward or 0.0)
@@ -75,6 +84,24 @@ class OpenEnvEnvironment:
                     shown = _shown(result.observation)
                 messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": shown}]
         return {"reward": total}
+
+    async def _begin(self, session: contextlib.AsyncExitStack, seed: int) -> tuple[Any, Any]:
+        """Return a client and its first result, once the server has room. One episode of this process asks at a time."""
+        async with self._entrance:
+            while True:
+                client = await session.enter_async_context(openenv.GenericEnvClient(base_url=self._url))
+                try:
+                    return client, await client.reset(**{"seed": seed, **self._reset})
+                except RuntimeError as error:
+                    if "CAPACITY_REACHED" not in str(error):
+                        raise
+                    if not self._was_full:
+                        print(
+                            f"episodes wait for each other: raise max_concurrent_envs of {self._url} ({error})", file=sys.stderr
+                        )
+                    self._was_full = True
+                await session.aclose()
+                await asyncio.sleep(FULL_S)
 
     def _action(self, answer: str) -> dict[str, Any] | None:
         """Return the action in an answer; None for an answer without one."""

@@ -50,7 +50,7 @@ class Guessing(Environment):
     def state(self):
         return State()
 
-app = create_app(Guessing, Guess, Seen, env_name="guess", max_concurrent_envs=8)
+app = create_app(Guessing, Guess, Seen, env_name="guess", max_concurrent_envs=1)
 """
 
 
@@ -91,30 +91,33 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def play(environment: Environment, row: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the host's message at the end of an episode."""
-    start = {"type": "start", "episode": "1/0/0", "url": url, "row": row, "prompt": "", "seed": 1, "is_evaluation": False}
-    process = subprocess.Popen(host_command(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def play(environment: Environment, row: dict[str, Any], url: str, num_episodes: int = 1) -> tuple[list[dict[str, Any]], str]:
+    """Return the host's messages at the ends of episodes that start together, and what it has printed."""
+    process = subprocess.Popen(host_command(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     try:
         assert json.loads(process.stdout.readline()) == {"type": "ready"}
-        process.stdin.write(json.dumps(start).encode() + b"\n")
+        for index in range(num_episodes):
+            start = {"type": "start", "episode": f"1/{index}/0", "url": url, "row": row, "prompt": "", "seed": 1}
+            process.stdin.write(json.dumps({**start, "is_evaluation": False}).encode() + b"\n")
         process.stdin.flush()
-        return json.loads(process.stdout.readline())
+        ends = [json.loads(process.stdout.readline()) for _ in range(num_episodes)]
     finally:
         process.kill()
-        process.communicate()
+        printed = process.communicate()[1].decode()
+    return ends, printed
 
 
 @pytest.mark.skipif(not GYMNASIUM, reason="OFFBEAT_TEST_VERIFIERS names no Python with gymnasium")
 def test_frozen_lake_is_crossed_by_numbers_in_text(model: Model) -> None:
-    environment = Environment("gymnasium:FrozenLake-v1", GYMNASIUM, arguments={"make": {"is_slippery": False}, "max_turns": 9})
+    arguments = {"make": {"is_slippery": False}, "max_turns": 9, "without_action": -0.25}
+    environment = Environment("gymnasium:FrozenLake-v1", GYMNASIUM, arguments=arguments)
     (row,) = environment_rows(environment, "task-environment:train?size=1", "data.train_data")
     assert row["prompt"].splitlines()[1:] == ["*S*FFF", "FHFH", "FFFH", "HFFG"]
     # 0: left, 1: down, 2: right. The second answer is no action, and takes a turn.
     model.texts = ["I go 1", "down", "1", "2", "2", "1", "2"]
-    end = play(environment, row, model.url)
-    assert (end["type"], end["reward"]) == ("end", {"reward": 1.0})
+    (end,), _ = play(environment, row, model.url)
+    assert (end["type"], end["reward"]) == ("end", {"reward": 0.75})
     assert end["metrics"] == {"turns": 7.0, "without_action": 1.0}
     assert "Answer with an action, 0 to 3." in model.read[2]
 
@@ -147,7 +150,16 @@ def test_server_of_openenv_is_played_by_its_own_client(model: Model, server: str
     environment = Environment("openenv:guess", OPENENV, arguments={"url": server, "rules": "Guess."})
     (row,) = environment_rows(environment, "task-environment:train?size=1", "data.train_data")
     model.texts = ["3", "no idea", '```json\n{"guess": 4}\n```']
-    end = play(environment, row, model.url)
-    assert end.get("reward") == {"reward": 1.0}, end
+    (end,), printed = play(environment, row, model.url)
+    assert end.get("reward") == {"reward": 1.0}, printed
     assert end["metrics"] == {"turns": 3.0, "without_action": 1.0}
     assert model.read[:2] == ["Guess.\nGuess a number.", "higher"]
+
+
+@pytest.mark.skipif(not OPENENV, reason="OFFBEAT_TEST_OPENENV names no Python with openenv")
+def test_episodes_wait_for_each_other_where_a_server_of_openenv_has_room_for_one(model: Model, server: str) -> None:
+    environment = Environment("openenv:guess", OPENENV, arguments={"url": server, "without_action": -0.5})
+    model.texts = ["no idea", "4", "4", "4"]
+    ends, printed = play(environment, {"seed": 1}, model.url, num_episodes=3)
+    assert [end.get("reward") for end in ends] == [{"reward": 0.5}, {"reward": 1.0}, {"reward": 1.0}], printed
+    assert printed.count("raise max_concurrent_envs") == 1
