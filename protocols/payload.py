@@ -110,6 +110,8 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     the lease's prompt (for the first turn the same), and 0 nothing: it begins with its context."""
     reward: float = 0.0
     """Part of the completion's reward that was given when this turn was the last one asked for."""
+    branch_reward: float = 0.0
+    """Part of the completion's reward that was given to a sequence whose last turn so far was this one."""
 
 
 def path_lengths(turns: Sequence[Turn]) -> list[int]:

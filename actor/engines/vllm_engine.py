@@ -57,6 +57,8 @@ INTERNALS = (
     "engine_core.engine_core.resume_scheduler",
 )
 """Attributes of `LLMEngine` that no release promises: how it takes requests, where it keeps them, and steps in flight."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the cache on a CPU, where vLLM's attention wants a multiple of 32."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
 
@@ -358,9 +360,12 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
     check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
+    is_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
-        "enforce_eager": current_platform.is_cpu(),
+        "enforce_eager": is_cpu,
+        # Only whole blocks of a prompt are cached. vLLM would take 128 tokens on a CPU, more than most turns have.
+        "block_size": CPU_BLOCK_TOKENS if is_cpu else None,
         "use_tqdm_on_load": False,
         **options,
         **own,
@@ -376,7 +381,7 @@ def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[
         problem = f"vLLM refuses the options ({one_line(error)})"
         cure = "Correct them, or remove the setting."
         raise SettingError("actor.engine_options", dict(options), problem, cure) from error
-    if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+    if is_cpu and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
     return config
 

@@ -179,6 +179,10 @@ class ChatEpisode:
         """The sum of the rewards given so far."""
         self.turn_rewards: dict[int, float] = {}
         """Rewards given after the first turn was requested, by the number of the newest requested turn."""
+        self.branch_rewards: dict[int, float] = {}
+        """Rewards given to a sequence that had a turn, by the number of its last one."""
+        self.newest_turns: dict[str, int] = {}
+        """The last turn of each agent that the endpoint knows by a name."""
         self.metrics: dict[str, float] = {}
         """The metrics given so far."""
         self.num_calls = 0
@@ -230,12 +234,17 @@ class ChatEpisode:
         self._room += max_new_tokens - len(sampled.token_ids)
         return number, sampled
 
-    def reward(self, value: float) -> None:
-        """Add to the reward of the episode, and of the turn asked for last: what it depends on was asked for by now."""
+    def reward(self, value: float, branch: int | None) -> None:
+        """Add to the reward of the episode, of the turn asked for last, and of the sequence that ends with the turn `branch`.
+
+        What it depends on was asked for by now, in any sequence.
+        """
         self.rewards += value
         if self._num_asked:
             last = self._num_asked - 1
             self.turn_rewards[last] = self.turn_rewards.get(last, 0.0) + value
+        if branch is not None and branch != PROMPT:
+            self.branch_rewards[branch] = self.branch_rewards.get(branch, 0.0) + value
 
     def take(self, sampled: TurnSampled) -> None:
         """Hand the actor's answer to the call that waits."""
@@ -373,12 +382,19 @@ class Chat:
             restarted._continues, restarted._num_tokens, restarted._opening = None, 0, opening
         return restarted
 
-    def reward(self, value: float) -> None:
-        """Add to the reward of the episode: a reward of the turn that was asked for last.
+    def reward(self, value: float, *, agent: str = "") -> None:
+        """Add to the reward of the episode: a reward of the turn that was asked for last, and of this sequence.
 
-        `advantage.turns = "to_go"` does not credit turns with the rewards that were given before they were asked for.
+        `advantage.turns = "to_go"` does not credit turns with the rewards that were given before they were asked for, and
+        `"branch"` not with those given to other sequences. `agent`: give it to the sequence of the agent that asks `url` with
+        this `X-Session-ID`; where it has asked nothing, the reward is the whole episode's.
         """
-        self._episode.reward(float(value))
+        self._episode.reward(float(value), self._episode.newest_turns.get(agent) if agent else self._continues)
+
+    def belong_to(self, agent: str) -> None:
+        """Note that this sequence's last turn is this agent's."""
+        assert self._continues is not None, "it has a turn"
+        self._episode.newest_turns[agent] = self._continues
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode; steps show its mean as `reward_part/NAME`."""

@@ -119,10 +119,10 @@ class Episode:
         if number < len(self.turns) and all(turn.continues != number for turn in self.turns):
             self.turns[number].is_withdrawn = True
 
-    def completion(self, turn_rewards: Mapping[int, float]) -> Completion | None:
+    def completion(self, turn_rewards: Mapping[int, float], branch_rewards: Mapping[int, float]) -> Completion | None:
         """Return the sampled turns as a completion; None without any.
 
-        `turn_rewards` are those of turns by their numbers. The reward of a turn without tokens goes to the turn before it.
+        The rewards are those of `Ended`. That of a turn without tokens goes to the turn before it.
         """
         places = {PROMPT: -1}
         turns: list[Turn] = []
@@ -138,7 +138,8 @@ class Episode:
                 continue
             place = places[number] = len(turns)
             back = 0 if turn.continues is None else place - places[turn.continues]
-            turns.append(Turn(len(turn.context), len(turn.completion.token_ids), back, reward))
+            branch_reward = branch_rewards.get(number, 0.0)
+            turns.append(Turn(len(turn.context), len(turn.completion.token_ids), back, reward, branch_reward))
             context.extend(turn.context)
             sampled.append(turn.completion)
             for segment in turn.completion.segments:

@@ -254,7 +254,7 @@ class Episodes:
             episode.finish_reason = "length"
         if not episode.sampling:
             self._end_turn_of_function(episode)
-        completion = episode.completion(message.turn_rewards)
+        completion = episode.completion(message.turn_rewards, message.branch_rewards)
         if completion is None:
             self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
             return

@@ -78,6 +78,8 @@ class ExternalEnvironment:
             del self._ends[chat.key]
         for name, value in message.get("metrics", {}).items():
             chat.metric(name, value)
+        for agent, value in message.get("rewards", {}).items():
+            chat.reward(value, agent=agent)
         if message["type"] == "end":
             return message["reward"]
         error = (RewardUnavailable if message["is_transient"] else EpisodeFailed)(message["error"])

@@ -136,6 +136,7 @@ class Worker:
             parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
             is_out_of_room=is_out_of_room,
             turn_rewards={number: reward_of(value, {}).total for number, value in episode.turn_rewards.items()},
+            branch_rewards={number: reward_of(value, {}).total for number, value in episode.branch_rewards.items()},
         )
 
     def _chat(self, episode: ChatEpisode) -> Chat:

@@ -101,5 +101,5 @@ def _find_band(loss: LossSection, objective: Defaults, max_new_tokens: int, clip
 def _complete_advantage(advantage: AdvantageSection, objective: Defaults) -> AdvantageSection:
     baseline, divide_by_std = advantage.baseline or objective.baseline, advantage.divide_by_std
     if divide_by_std is None:
-        divide_by_std = advantage.turns != "to_go" and baseline == "group" and objective.divide_by_std
+        divide_by_std = advantage.turns == "sum" and baseline == "group" and objective.divide_by_std
     return msgspec.structs.replace(advantage, baseline=baseline, divide_by_std=divide_by_std)

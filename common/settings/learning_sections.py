@@ -52,14 +52,15 @@ class AdvantageSection(Section, frozen=True):
     group. length_weighted: the mean of its group, in which a completion counts by its number of tokens. critic: a learned
     value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default, critic for ppo and group
     for the others."""
-    turns: Literal["sum", "to_go"] = "sum"
+    turns: Literal["sum", "to_go", "branch"] = "sum"
     """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, computed from
     the sum of its rewards. to_go: each turn has its own, computed from the rewards given after it was requested and compared
-    with the same turn of the group's other episodes."""
+    with the same turn of the group's other episodes. branch: the same comparison, of the episode's rewards without those given
+    to other sequences of the episode, such as another attempt or another agent."""
     divide_by_std: bool | None = None
     """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
     group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
-    `advantage.turns = "to_go"`."""
+    any `advantage.turns` but sum."""
     whiten: bool = False
     """Shift and scale the advantages of all tokens of an optimizer step, over all ranks, to mean 0 and variance 1."""
     clip: PositiveFloat | None = None

@@ -185,11 +185,11 @@ def _check_advantage(config: Config) -> None:
         problem = f"advantage.baseline = {advantage.baseline!r} takes no group's moments"
         cure = "Remove it; advantage.whiten scales the advantages of the whole step."
         raise SettingError("advantage.divide_by_std", True, problem, cure)
-    if advantage.turns == "to_go":
+    if advantage.turns != "sum":
         _check_turns(config)
     varies = {
         'advantage.baseline = "critic"': advantage.baseline == "critic",
-        'advantage.turns = "to_go"': advantage.turns == "to_go",
+        f'advantage.turns = "{advantage.turns}"': advantage.turns != "sum",
         f"kl.reward_coef = {kl.reward_coef}": kl.reward_coef > 0,
     }
     if defaults_of(config.loss.objective).shares_advantage and any(varies.values()):
@@ -200,7 +200,7 @@ def _check_advantage(config: Config) -> None:
 def _check_turns(config: Config) -> None:
     """Raise `SettingError` for settings that contradict advantages of turns."""
     advantage, reward = config.advantage, config.reward
-    others_units = "subtracts the rewards of earlier turns from the episode's, which would be in other units"
+    others_units = "subtracts rewards of other turns from the episode's, which would be in other units"
     clashes = (
         ("advantage.baseline", advantage.baseline, advantage.baseline == "critic", "compares turns, without a critic"),
         (
@@ -222,7 +222,9 @@ def _check_turns(config: Config) -> None:
     for setting, value, is_set, problem in clashes:
         if is_set:
             cure = 'Set it to "group"' if setting == "advantage.baseline" else "Remove it"
-            raise SettingError(setting, value, f'advantage.turns = "to_go" {problem}', f'{cure}, or set advantage.turns="sum".')
+            raise SettingError(
+                setting, value, f'advantage.turns = "{advantage.turns}" {problem}', f'{cure}, or set advantage.turns="sum".'
+            )
 
 
 def _check_reward(config: Config) -> None:

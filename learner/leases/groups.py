@@ -72,6 +72,20 @@ class Rollout(NamedTuple):
         given_before = [0.0, *(turn.reward for turn in self.turns[:-1])]
         return reward - np.cumsum(given_before)
 
+    def branch_returns(self, reward: float) -> NDArray[np.float64]:
+        """Return for each turn the episode's `reward`, shaped or not, without what other branches were given.
+
+        Those are sequences that the turn neither leads to nor continues.
+        """
+        if not self.turns:
+            return np.array([reward])
+        continued = np.eye(len(self.turns), dtype=bool)
+        for index, turn in enumerate(self.turns):
+            if 0 < turn.back <= index:
+                continued[index] |= continued[index - turn.back]
+        is_elsewhere = ~(continued | continued.T)
+        return reward - is_elsewhere @ np.array([turn.branch_reward for turn in self.turns])
+
     def pieces(self) -> Iterator[tuple[Turn, NDArray[np.int32], NDArray[np.int32]]]:
         """Yield each turn with its context and its sampled tokens."""
         context_start = start = 0
@@ -278,7 +292,9 @@ def _reward_flaw(completion: CompletionMeta) -> str | None:
     # Not `>`: a NaN must not pass.
     if not abs(completion.reward) <= LARGEST_REWARD:
         return f"reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
-    if completion.turns and not all(abs(turn.reward) <= LARGEST_REWARD for turn in completion.turns):
+    if not all(
+        abs(reward) <= LARGEST_REWARD for turn in completion.turns or () for reward in (turn.reward, turn.branch_reward)
+    ):
         return f"a turn whose reward is not within {LARGEST_REWARD:g} of 0"
     if completion.reward_parts and not all(abs(part) <= LARGEST_REWARD for part in completion.reward_parts.values()):
         return f"reward parts {completion.reward_parts}, not within {LARGEST_REWARD:g} of 0"

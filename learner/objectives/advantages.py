@@ -64,12 +64,12 @@ def group_advantages(
 
 @torch.no_grad()
 def turn_advantages(returns: Sequence[Tensor], *, baseline: GroupBaseline) -> list[Tensor]:
-    """`A_it = G_it - b_it`: the return-to-go of turn t of episode i, above that of the group's episodes at the same turn.
+    """`A_it = G_it - b_it`: the return of turn t of episode i, above that of the group's episodes at the same turn.
 
-    `returns`: for each episode of one group `[num_turns]`, `G_it = sum_{k >= t} r_ik`, undiscounted; episodes may differ in
-    their turns. Returns advantages of these shapes. `b_it` is the `mean` over the group of `G_jt`, where an episode that has
-    ended before turn t stands with its last turn; `leave_one_out` and `none` are as in `group_advantages`, and
-    `length_weighted` is not for turns.
+    `returns`: for each episode of one group `[num_turns]`: `G_it = sum_{k >= t} r_ik`, undiscounted, to go, or the rewards of
+    the turn's own branches (`Rollout.branch_returns`). Episodes may differ in their turns. Returns advantages of these shapes.
+    `b_it` is the `mean` over the group of `G_jt`, where an episode that has ended before turn t stands with its last turn;
+    `leave_one_out` and `none` are as in `group_advantages`, and `length_weighted` is not for turns.
 
     This is the return-based advantage of GTPO (https://arxiv.org/abs/2511.14846) and the step advantage of GiGPO
     (https://arxiv.org/abs/2505.10978) with `F_norm = 1`, without their discount. GiGPO compares turns with equal states, GTPO

@@ -55,8 +55,9 @@ class AdvantageRule(NamedTuple):
     """The settings of `[advantage]`, every value decided."""
 
     baseline: Baseline
-    turns: Literal["sum", "to_go"]
-    """The rewards that a turn is credited with: all of its episode, or those given after it was asked for."""
+    turns: Literal["sum", "to_go", "branch"]
+    """The rewards that a turn is credited with: all of its episode, those given after it was asked for, or those not given to
+    other branches."""
     divide_by_std: bool
     whiten: bool
     clip: float | None
@@ -187,7 +188,10 @@ def row_advantages(
     of_groups: list[list[float | NDArray[np.float64]]] = []
     for group, of_group in zip(groups, rewards.tolist(), strict=True):
         rollouts = group.rollouts
-        returns = [rollout.returns_to_go(reward) for rollout, reward in zip(rollouts, of_group, strict=True)]
+        returns = [
+            rollout.returns_to_go(reward) if rule.turns == "to_go" else rollout.branch_returns(reward)
+            for rollout, reward in zip(rollouts, of_group, strict=True)
+        ]
         advantages = turn_advantages([torch.from_numpy(one) for one in returns], baseline=baseline)
         of_groups.append(
             [np.repeat(one.numpy(), rollout.turn_lengths) for rollout, one in zip(rollouts, advantages, strict=True)]

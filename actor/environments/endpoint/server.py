@@ -143,7 +143,11 @@ class Endpoint:
             raise CallRefused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
         # Clients of OpenAI and Anthropic count their tries.
         is_first_try = request.headers.get("x-stainless-retry-count", "0" if self._samples_again else None) == "0"
-        answering = asyncio.ensure_future(session.answer(call, digest([dialect.paths, body]), is_first_try=is_first_try))
+        # As verifiers and others name the agent of an episode with several.
+        agent = request.headers.get("x-session-id", "")
+        answering = asyncio.ensure_future(
+            session.answer(call, digest([dialect.paths, body, agent]), is_first_try=is_first_try, agent=agent)
+        )
         hung_up = asyncio.ensure_future(request.receive())
         await asyncio.wait((answering, hung_up), return_when=asyncio.FIRST_COMPLETED)
         hung_up.cancel()

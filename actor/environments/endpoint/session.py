@@ -76,7 +76,7 @@ class AgentSession:
         self.num_repeated = 0
         """Calls that got an answer which had been delivered before."""
 
-    async def answer(self, call: Call, digest: bytes, *, is_first_try: bool) -> ModelAnswer:
+    async def answer(self, call: Call, digest: bytes, *, is_first_try: bool, agent: str = "") -> ModelAnswer:
         """Return the model's turn. Raise `CallRefused`.
 
         A call that was made before gets the answer it had, or will have, as long as the agent has not gone on from that:
@@ -87,13 +87,14 @@ class AgentSession:
             digest: Of the request: the same for repeated ones.
             is_first_try: The client says that it does not repeat. Then the agent asks twice on purpose, unless it has hung up
                 before.
+            agent: The name that the agent gives itself, for rewards of its own; empty for none.
         """
         if self.num_open >= MAX_OPEN_CALLS:
             raise CallRefused(f"{MAX_OPEN_CALLS} calls of this episode wait already; try again later", status=429)
         exchange = self._exchanges.get(digest)
         if exchange is None or (is_first_try and not exchange.is_abandoned):
             exchange = self._exchanges[digest] = _Exchange(digest)
-            exchange.task = asyncio.get_running_loop().create_task(self._sample(call, exchange))
+            exchange.task = asyncio.get_running_loop().create_task(self._sample(call, exchange, agent))
             # An answer that nobody waits for any more may be a refusal.
             exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif exchange.is_delivered:
@@ -130,7 +131,7 @@ class AgentSession:
             if exchange.task is not None:
                 exchange.task.cancel()
 
-    async def _sample(self, call: Call, exchange: _Exchange) -> ModelAnswer:
+    async def _sample(self, call: Call, exchange: _Exchange, agent: str) -> ModelAnswer:
         try:
             conversation, reply = await self._next_turn(call)
         except NoRoom as error:
@@ -143,6 +144,8 @@ class AgentSession:
             self._forget(exchange)
             raise CallRefused(str(error), field="messages") from error
         self.is_out_of_room = False
+        if agent:
+            conversation.belong_to(agent)
         message = _message(reply)
         self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange))
         self._num_answers += 1

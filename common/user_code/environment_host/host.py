@@ -9,7 +9,8 @@ One message is one line of JSON. The program reads them from its standard input 
     <- {"type": "rows_end"}
     -> {"type": "start", "episode": "17/3/0", "url": "http://127.0.0.1:PORT/e/SECRET/v1", "row": {...}, "prompt": "a:",
         "seed": 17, "is_evaluation": false}
-    <- {"type": "end", "episode": "17/3/0", "reward": 1.0, "metrics": {"turns": 2}}       reward: a number, or named parts
+    <- {"type": "end", "episode": "17/3/0", "reward": 1.0, "metrics": {"turns": 2}, "rewards": {"solver": 0.5}}
+        reward: a number, or named parts; rewards: what agents earned beside it, by the X-Session-ID of their requests
     <- {"type": "failed", "episode": "17/3/0", "error": "ValueError: ...", "is_transient": false, "traceback": "..."}
     -> {"type": "stop", "episode": "17/3/0"}                            the episode is given up: it answers with failed
 
@@ -75,6 +76,11 @@ class HostedChat:
         self.prompt: str = start["prompt"]
         self.is_evaluation: bool = start["is_evaluation"]
         self.metrics: dict[str, float] = {}
+        self.rewards: dict[str, float] = {}
+
+    def reward(self, value: float, agent: str) -> None:
+        """Add to the reward of the episode what the agent earned that asks the model with this `X-Session-ID`."""
+        self.rewards[agent] = self.rewards.get(agent, 0.0) + float(value)
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode, which is shown as `reward_part/NAME`."""
@@ -90,12 +96,13 @@ class HostedChat:
         """Return a name that a part of a reward may have, with `_` in the place of other characters."""
         return re.sub(r"^(?![A-Za-z_])|[^A-Za-z0-9_.-]", "_", name)[:64]
 
-    def ask(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    def ask(self, messages: list[dict[str, Any]], agent: str = "", **fields: Any) -> dict[str, Any]:
         """Return the model's next message. It waits: call it from a plain function, or with `asyncio.to_thread`.
 
-        `fields` are further ones of the request, such as `max_tokens` or `tools`.
+        `agent` is the name for rewards of its own; `fields` are further ones of the request, such as `max_tokens` or `tools`.
         """
-        return self._post("chat/completions", {"model": "policy", "messages": messages, **fields})["choices"][0]["message"]
+        body = {"model": "policy", "messages": messages, **fields}
+        return self._post("chat/completions", body, agent)["choices"][0]["message"]
 
     def respond(self, **fields: Any) -> dict[str, Any]:
         """Return the model's next turn as a response of OpenAI's Responses API. It waits, as `ask` does.
@@ -104,9 +111,9 @@ class HostedChat:
         """
         return self._post("responses", {"model": "policy", **fields})
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path: str, body: dict[str, Any], agent: str = "") -> Any:
         # The counter says that this is no second try of an earlier request.
-        headers = {"Content-Type": "application/json", "x-stainless-retry-count": "0"}
+        headers = {"Content-Type": "application/json", "x-stainless-retry-count": "0", "X-Session-ID": agent}
         request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
@@ -172,7 +179,7 @@ class EnvironmentHost:
         episode, chat = start["episode"], HostedChat(start)
         try:
             reward = await self._call(chat, start["row"])
-            self._messages.send(type="end", episode=episode, reward=reward, metrics=chat.metrics)
+            self._messages.send(type="end", episode=episode, reward=reward, metrics=chat.metrics, rewards=chat.rewards)
         except asyncio.CancelledError:
             self._messages.send(type="failed", episode=episode, error="given up", is_transient=True, traceback="")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001, the user's code

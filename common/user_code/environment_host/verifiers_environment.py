@@ -142,8 +142,8 @@ class VerifiersEnvironment:
             messages = messages or [{"role": "user", "content": data.name or f"task {data.idx}"}]
             yield {"prompt": messages, "task": data.model_dump(mode="json")}
 
-    async def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
-        """Play a task; return its weighted rewards by name. Raise what ended it where it has none."""
+    async def play(self, chat: Any, row: dict[str, Any]) -> None:
+        """Play a task, and give each agent its weighted rewards. Raise what ended it where it has none."""
         async with self._start:
             if self._serving is None:
                 self._serving = contextlib.AsyncExitStack()
@@ -156,15 +156,16 @@ class VerifiersEnvironment:
         episode = await self._env.run_episode(task, ModelContext(model="policy", client=client, sampling=SamplingConfig()))
         _raise_failure(episode)
         chat.metric("turns", episode.num_turns)
-        rewards: dict[str, float] = {}
+        parts: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for trace in episode.traces:
             for name, reward in trace.rewards.items():
-                part = chat.part_name(name)
-                rewards[part] = rewards.get(part, 0.0) + reward.value / len(episode.by_agent[trace.agent.name])
+                value = reward.value / len(episode.by_agent[trace.agent.name])
+                parts[name] = parts.get(name, 0.0) + value
+                # The requests of its agent have its id.
+                chat.reward(value, agent=trace.id)
             metrics.update((name, value) for name, value in trace.metrics.items() if value is not None)
-        chat.show({name: value for name, value in metrics.items() if chat.part_name(name) not in rewards})
-        return rewards
+        chat.show({**parts, **{name: value for name, value in metrics.items() if name not in parts}})
 
 
 def load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:

@@ -207,9 +207,10 @@ def test_reward_of_a_turn_without_tokens_goes_to_the_turn_before_it() -> None:
     game.poll(Withdraw(episode="7/0/0", turn=1))
     game.sampled("7/0/0", 3, [6])
     rewards = {0: 0.5, 1: 0.25, 2: 2.0, 3: 4.0}
-    (played,) = game.poll(msgspec.structs.replace(ended("7/0/0", 9.0), turn_rewards=rewards))
+    branch_rewards = {0: 0.5, 2: 0.25}
+    (played,) = game.poll(msgspec.structs.replace(ended("7/0/0", 9.0), turn_rewards=rewards, branch_rewards=branch_rewards))
     (completion,) = played.completions
-    assert completion.turns == (Turn(0, 1, 1, 0.75), Turn(1, 1, 2, 6.0))
+    assert completion.turns == (Turn(0, 1, 1, 0.75, 0.5), Turn(1, 1, 2, 6.0, 0.25))
     assert [reward.total for reward in played.rewards] == [9.0]
 
 

@@ -55,6 +55,12 @@ def play(chat, row, bonus=0):
         raise ConnectionError("no judge")
     if kind == "quits":
         raise SystemExit("bye")
+    if kind == "agents":
+        for agent in ("first", "second"):
+            chat.ask([{"role": "user", "content": "1+1="}], agent)
+        chat.reward(0.5, "first")
+        chat.reward(1.5, "second")
+        return chat.reward(4.0, "unheard")
     answer = chat.ask([{"role": "user", "content": "1+1="}])
     chat.metric("characters", len(answer["content"]))
     return {"right": float(answer["content"] == row["answer"]), "bonus": bonus}
@@ -131,6 +137,19 @@ def test_episode_asks_the_model_and_returns_parts_and_metrics(workers: Workers) 
     assert isinstance(ended, Ended)
     assert ended.parts == {"right": 1.0, "bonus": 2.0, "characters": 1.0, "repeated_requests": 0.0}
     assert ended.reward == 3.0
+
+
+def test_agents_of_one_episode_earn_rewards_of_their_own(workers: Workers) -> None:
+    play(workers, "1/0/0", "agents")
+    for turn in range(2):
+        (asked,) = next_news(workers)
+        # Neither continues the other.
+        assert isinstance(asked, SampleTurn)
+        assert asked.back == 0
+        workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[6], finish_reason="stop"))
+    (ended,) = next_news(workers)
+    assert isinstance(ended, Ended)
+    assert (ended.reward, ended.branch_rewards, ended.turn_rewards) == (6.0, {0: 0.5, 1: 1.5}, {1: 6.0})
 
 
 @pytest.mark.parametrize(

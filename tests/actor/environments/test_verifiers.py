@@ -65,6 +65,17 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 __all__ = ["SumTaskset", "SumEnv"]
 """
+TWO_ATTEMPTS = """
+class PairConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+
+class PairEnv(vf.Env[PairConfig]):
+    async def run(self, task, agents):
+        await agents.solver.run(task)
+        await agents.solver.run(task)
+
+__all__ = ["SumTaskset", "PairEnv"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +86,17 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return Environment(f"verifiers:{folder}", PYTHON, arguments={"taskset": {"largest": 2}, "agent": {"max_turns": 2}})
 
 
-@pytest.fixture(scope="module")
-def workers(tiny_model: Path, environment: Environment) -> Iterator[Workers]:
+def started(model: Path, environment: Environment) -> Workers:
     begin = Begin(
-        function=environment.function, tokenizer=str(tiny_model), has_chat_template=False, template_arguments={}, max_length=40,
+        function=environment.function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=40,
         max_episode_tokens=80, python=PYTHON, arguments=dict(environment.arguments),
     )  # fmt: skip
-    workers = Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
+    return Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_model: Path, environment: Environment) -> Iterator[Workers]:
+    workers = started(tiny_model, environment)
     yield workers
     workers.close()
 
@@ -147,3 +162,17 @@ def test_scoring_that_raises_is_no_reward_of_zero(workers: Workers, rows: list[d
     assert isinstance(end, Failed)
     assert not end.is_transient
     assert "TaskError" in end.detail
+
+
+def test_each_attempt_of_an_episode_earns_what_it_was_worth(
+    tiny_model: Path, tmp_path: Path, rows: list[dict[str, object]]
+) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(TASKSET + TWO_ATTEMPTS)
+    workers = started(tiny_model, Environment(f"verifiers:{folder}", PYTHON))
+    end = play(workers, rows[0], "3", "2")
+    workers.close()
+    assert isinstance(end, Ended)
+    # The mean of the two, of which the second one's was 2.
+    assert (end.reward, end.parts["right"], end.branch_rewards) == (1.0, 1.0, {0: 0.0, 1: 1.0})

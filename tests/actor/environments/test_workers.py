@@ -72,7 +72,11 @@ async def play(chat, row):
         first = await chat.sample()
         fork, again = chat.fork(), chat.restart("12")
         chat.add("tool", "3")
+        again.reward(0.0625)
+        fork.reward(0.125)
         both = await asyncio.gather(chat.sample(), fork.sample(), again.sample(2))
+        fork.reward(0.25)
+        chat.reward(0.5)
         chat.metric("room", chat.room)
         try:
             await asyncio.wait_for(again.sample(), 0.2)
@@ -204,7 +208,16 @@ def test_sequences_of_an_episode_are_sampled_at_once_and_a_turn_given_up_is_with
     ]
     workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=5, token_ids=[5], finish_reason="stop"))
     # The prompt has 4 tokens, and the first sequence 3 more, of 20; all sequences have 11 of 40 by then.
-    assert next_news(workers) == [Ended(episode="1/0/0", reward=987.0, parts={"room": 13.0}, is_out_of_room=False)]
+    assert next_news(workers) == [
+        Ended(
+            episode="1/0/0",
+            reward=987.9375,
+            parts={"room": 13.0},
+            is_out_of_room=False,
+            turn_rewards={0: 0.1875, 3: 0.75},
+            branch_rewards={0: 0.125, 1: 0.5, 2: 0.25},
+        )
+    ]
 
 
 def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
@@ -259,7 +272,14 @@ def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> 
         assert isinstance(next_news(workers)[0], SampleTurn)
         workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
     assert next_news(workers) == [
-        Ended(episode="1/0/0", reward=1.25, parts={}, is_out_of_room=True, turn_rewards={0: 0.5, 1: 0.5})
+        Ended(
+            episode="1/0/0",
+            reward=1.25,
+            parts={},
+            is_out_of_room=True,
+            turn_rewards={0: 0.5, 1: 0.5},
+            branch_rewards={0: 0.5, 1: 0.5},
+        )
     ]
 
 

@@ -330,6 +330,7 @@ REFUSALS = [
     ),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
     Refusal([TO_GO], ['loss.objective = "gspo"', 'advantage.turns = "to_go"', "gspo_token"]),
+    Refusal(["advantage.turns=branch", "reward.clip=2"], ["reward.clip = 2.0", 'advantage.turns = "branch"', "other units"]),
     Refusal(["loss.objective=ppo", TO_GO], ['advantage.baseline = "critic"', "without a critic", 'advantage.turns="sum"']),
     Refusal([TO_GO, "advantage.baseline=length_weighted"], ["length_weighted", "by their length", 'advantage.turns="sum"']),
     Refusal(["rollout.group_size=1", "advantage.baseline=length_weighted"], ["nothing would be learned"]),

@@ -98,6 +98,20 @@ def test_tokens_have_the_advantage_of_their_turn_and_the_loss_its_gradient() -> 
     assert summed == [0.5, -0.5]
 
 
+def test_branches_are_credited_with_what_was_given_to_them_and_to_the_whole_episode() -> None:
+    """A turn that two others continue, a sub-agent's turn, and 0.5 for all; beside it an episode of one turn."""
+    ids = np.arange(1, 5, dtype=np.int32)
+    logprobs = np.full(4, -1.5, dtype=np.float32)
+    turns = (Turn(0, 1), Turn(1, 1, 1, 3.0, 1.0), Turn(1, 1, 2, 4.0, 2.0), Turn(1, 1, 0, 0.0, 4.0))
+    tree = Rollout(ids, logprobs, 7.5, "stop", (Segment(0, 0),), turns=turns, context_ids=ids[:3])
+    single = Rollout(ids[:1], logprobs[:1], 1.5, "stop", (Segment(0, 0),))
+    group = Group(0, 0, ids[:1], (tree, single), "actor", 0.0)
+    # The sub-agent's 4.0 is not of the others, nor is what one of the two was given of the other.
+    returns = np.array([7.5 - 4.0, 7.5 - 2.0 - 4.0, 7.5 - 1.0 - 4.0, 7.5 - 1.0 - 2.0])
+    (found,) = row_advantages([group], np.array([[7.5, 1.5]]), rule(baseline="group", turns="branch"))
+    assert [np.asarray(one).tolist() for one in found] == [((returns - 1.5) / 2).tolist(), [-1.0]]
+
+
 def test_every_token_has_its_completions_advantage_and_padding_none() -> None:
     assert advantages_of(FrozenOutputs(), baseline="group") == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
 
