@@ -159,12 +159,14 @@ class VerifiersEnvironment:
         parts: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for trace in episode.traces:
+            agent = trace.agent.name
+            prefix = f"{agent}." if len(episode.by_agent) > 1 else ""
             for name, reward in trace.rewards.items():
-                value = reward.value / len(episode.by_agent[trace.agent.name])
-                parts[name] = parts.get(name, 0.0) + value
+                value = reward.value / len(episode.by_agent[agent])
+                parts[prefix + name] = parts.get(prefix + name, 0.0) + value
                 # The requests of its agent have its id.
                 chat.reward(value, agent=trace.id)
-            metrics.update((name, value) for name, value in trace.metrics.items() if value is not None)
+            metrics.update((prefix + name, value) for name, value in trace.metrics.items() if value is not None)
         chat.show({**parts, **{name: value for name, value in metrics.items() if name not in parts}})
 
 

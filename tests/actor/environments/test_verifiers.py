@@ -65,14 +65,15 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 __all__ = ["SumTaskset", "SumEnv"]
 """
-TWO_ATTEMPTS = """
+SOLVER_AND_CHECKER = """
 class PairConfig(vf.EnvConfig):
     solver: vf.AgentConfig = vf.AgentConfig()
+    checker: vf.AgentConfig = vf.AgentConfig()
 
 class PairEnv(vf.Env[PairConfig]):
     async def run(self, task, agents):
-        await agents.solver.run(task)
-        await agents.solver.run(task)
+        for agent in (agents.solver, agents.solver, agents.checker):
+            await agent.run(task)
 
 __all__ = ["SumTaskset", "PairEnv"]
 """
@@ -164,15 +165,16 @@ def test_scoring_that_raises_is_no_reward_of_zero(workers: Workers, rows: list[d
     assert "TaskError" in end.detail
 
 
-def test_each_attempt_of_an_episode_earns_what_it_was_worth(
+def test_each_trace_of_an_episode_earns_what_it_was_worth(
     tiny_model: Path, tmp_path: Path, rows: list[dict[str, object]]
 ) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
-    (folder / "__init__.py").write_text(TASKSET + TWO_ATTEMPTS)
+    (folder / "__init__.py").write_text(TASKSET + SOLVER_AND_CHECKER)
     workers = started(tiny_model, Environment(f"verifiers:{folder}", PYTHON))
-    end = play(workers, rows[0], "3", "2")
+    end = play(workers, rows[0], "3", "2", "2")
     workers.close()
     assert isinstance(end, Ended)
-    # The mean of the two, of which the second one's was 2.
-    assert (end.reward, end.parts["right"], end.branch_rewards) == (1.0, 1.0, {0: 0.0, 1: 1.0})
+    # Of the solver's two attempts the second one was right, and counts half.
+    assert (end.reward, end.branch_rewards) == (3.0, {0: 0.0, 1: 1.0, 2: 2.0})
+    assert end.parts.items() >= {"solver.right": 1.0, "checker.right": 2.0, "checker.characters": 1.0}.items()
