@@ -58,14 +58,21 @@ def environments_command(
     ] = "",
 ) -> None:
     """List the available environments: functions in this folder, frameworks, and their packages."""
+    from offbeat.common.settings.config import FRAMEWORKS
     from offbeat.deploy.local.environments import find_environments
 
     found = find_environments(python)
     for one in found:
         lines = "\n    ".join(one.setting.splitlines())
         typer.echo(f"{one.name}: {one.about or 'no description'}\n    {lines}")
-    if not found:
-        typer.echo("There is none here. `offbeat new environment NAME` writes one.")
+    missing = sorted(set(FRAMEWORKS) - {one.name for one in found})
+    if missing:
+        typer.echo(
+            f"Frameworks without a package here: {', '.join(missing)}\n"
+            "    environment.requirements names a file of packages, which offbeat installs into a Python of their own;\n"
+            "    nemo_gym needs none: docs/environments.md"
+        )
+    typer.echo("`offbeat new environment NAME` writes an environment that you can change.")
 
 
 def new_command(
