@@ -483,7 +483,7 @@ def max_episode_tokens(config: Config) -> int:
     return max(config.train.micro_batch_tokens, config.model.max_length)
 
 
-FRAMEWORKS = ("gymnasium", "nemo_gym", "openenv", "verifiers")
+FRAMEWORKS = ("gymnasium", "harbor", "nemo_gym", "openenv", "verifiers")
 """Names before the colon of `task.environment` that stand for a framework."""
 
 

@@ -41,7 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Iterator  # noqa: UP035, Python 3.9 reads it
 
-FRAMEWORKS = ("gymnasium", "nemo_gym", "openenv", "verifiers")
+FRAMEWORKS = ("gymnasium", "harbor", "nemo_gym", "openenv", "verifiers")
 """Names before the colon that stand for a file beside this one, which plays the environments of that framework."""
 NUM_THREADS = 512
 """Plain functions that play at once."""

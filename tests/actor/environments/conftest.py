@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from offbeat.actor.environments.worker_starts import WorkerStarts
+from tests.actor.environments.scripted_model import Model
 
 
 class SharedForks(WorkerStarts):
@@ -20,3 +21,10 @@ def forks() -> Iterator[WorkerStarts]:
     forks = SharedForks(forks=True, has_parser=False)
     yield forks
     WorkerStarts.close(forks)
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    model = Model()
+    yield model
+    model.shutdown()
