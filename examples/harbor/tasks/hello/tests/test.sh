@@ -1,0 +1,6 @@
+#!/bin/bash
+# Half of the reward is for the file, half for its content.
+reward=0
+[ -f hello.txt ] && reward=0.5
+[ "$(cat hello.txt)" = "hello" ] && reward=1
+echo $reward > /logs/verifier/reward.txt
