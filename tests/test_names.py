@@ -29,7 +29,7 @@ METRIC = re.compile(r"`((?:reward|lag|length|ratio|clip|clip_tokens|ess|kl|corre
 IDENTIFIER = re.compile(r"`(?![a-z]+`)([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
 """A name, dotted or not. A single plain word may be anything."""
 
-FILES = re.compile(r"\.(?:toml|jsonl|json|log|md|py|ipynb|safetensors|sbatch|yaml|key|lock|pub)$")
+FILES = re.compile(r"\.(?:toml|jsonl|json|log|md|py|ipynb|safetensors|sbatch|txt|yaml|key|lock|pub)$")
 """Ends of names that are files'."""
 NO_SETTINGS = {
     *("environment.cached_tokens", "environment.prompt_tokens", "environment.waiting"),  # fields of metrics rows
