@@ -1,8 +1,9 @@
 """Models and tasks that are made on this machine at their first use, below `XDG_CACHE_HOME`.
 
-`{quickstart}`, `{quickstart_qwen3_5}`, `{lookup}`, `{expressions}`, `{calculator}` and `{smollm2}` each stand for a folder with
-`model/`, `train.jsonl` and `eval.jsonl`. The recipe of `{smollm2}` brings a pretrained model. The others are a task's rows, and
-a tiny model that was shown how to play it, well and badly. A GGUF file at `model.path` becomes a model folder.
+`{quickstart}`, `{quickstart_qwen3_5}`, `{lookup}`, `{expressions}`, `{calculator}`, `{gsm8k}`, `{squares}` and `{smollm2}` each
+stand for a folder with `model/`, `train.jsonl` and `eval.jsonl`. The recipe of `{smollm2}` brings a pretrained model, those of
+`{gsm8k}` and `{squares}` make a random one. The others are a task's rows, and a tiny model that was shown how to play it, well
+and badly. A GGUF file at `model.path` becomes a model folder.
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
@@ -29,6 +30,7 @@ from offbeat.common.processes.files import cache_folder
 from offbeat.common.records.logs import doing
 from offbeat.common.settings.config import Config
 from offbeat.deploy.local.quickstart.pretrained import SmolLM2, convert, gguf_file, hash_file
+from offbeat.deploy.local.quickstart.stand_ins import GSM8K, SQUARES, StandIn
 from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Expressions, Lookup, Reversal
 
 logger = logging.getLogger(__name__)
@@ -139,13 +141,15 @@ class GgufRecipe(NamedTuple):
         convert(self.file, folder / "model", self.dtype)
 
 
-AnyRecipe = Recipe | SmolLM2 | GgufRecipe
+AnyRecipe = Recipe | StandIn | SmolLM2 | GgufRecipe
 RECIPES = (
     Recipe(Reversal()),
     Recipe(Reversal(), architecture="qwen3_5"),
     Recipe(Lookup()),
     Recipe(Expressions(), num_eval=128),
     Recipe(Calculator()),
+    GSM8K,
+    SQUARES,
     SmolLM2(),
 )
 

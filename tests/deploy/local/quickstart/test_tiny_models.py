@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.common.settings.loading import load
 from offbeat.deploy.checks.preflight import look
-from offbeat.deploy.local.quickstart.tiny_gsm8k import make
+from offbeat.deploy.local.quickstart.prepared import expand
 from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
 
@@ -60,13 +60,11 @@ def test_bpe_tokenizer_encodes_any_text_and_has_a_chat_template(tiny_bpe_model: 
 
 
 def test_stand_in_for_gsm8k_has_its_format_and_fits_the_cpu_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config_file = Path("examples/gsm8k_cpu/run.toml").resolve()
-    monkeypatch.chdir(tmp_path)
-    make(Path("runs/tiny-gsm8k"), num_train=40, num_eval=4)
-    config = load(config_file)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = expand(load(Path("examples/gsm8k_cpu/run.toml")))
     look(config, "check")
     rows = [msgspec.json.decode(line) for line in Path(config.data.train_data).read_bytes().splitlines()]
-    assert len(rows) == 40
+    assert len(rows) == 512
     for row in rows:
         first, second, total = (
             int(number) for number in row["answer"].split("is ")[1].replace("+", "=").split(".")[0].split("=")
