@@ -86,22 +86,26 @@ class OpenEnvEnvironment:
         return {"reward": total}
 
     async def _begin(self, session: contextlib.AsyncExitStack, seed: int) -> tuple[Any, Any]:
-        """Return a client and its first result, once the server has room. One episode of this process asks at a time."""
-        async with self._entrance:
-            while True:
-                client = await session.enter_async_context(openenv.GenericEnvClient(base_url=self._url))
-                try:
-                    return client, await client.reset(**{"seed": seed, **self._reset})
-                except RuntimeError as error:
-                    if "CAPACITY_REACHED" not in str(error):
-                        raise
-                    if not self._was_full:
-                        print(
-                            f"episodes wait for each other: raise max_concurrent_envs of {self._url} ({error})", file=sys.stderr
-                        )
-                    self._was_full = True
-                await session.aclose()
-                await asyncio.sleep(FULL_S)
+        """Return a client and its first result. While the server is full, one episode of this process asks at a time."""
+        begun = await self._try_to_begin(session, seed)
+        if begun is None:
+            async with self._entrance:
+                while (begun := await self._try_to_begin(session, seed)) is None:
+                    await asyncio.sleep(FULL_S)
+        return begun
+
+    async def _try_to_begin(self, session: contextlib.AsyncExitStack, seed: int) -> tuple[Any, Any] | None:
+        client = await session.enter_async_context(openenv.GenericEnvClient(base_url=self._url))
+        try:
+            return client, await client.reset(**{"seed": seed, **self._reset})
+        except RuntimeError as error:
+            if "CAPACITY_REACHED" not in str(error):
+                raise
+            if not self._was_full:
+                print(f"episodes wait for a session: raise max_concurrent_envs of {self._url} ({error})", file=sys.stderr)
+            self._was_full = True
+        await session.aclose()
+        return None
 
     def _action(self, answer: str) -> dict[str, Any] | None:
         """Return the action in an answer; None for an answer without one."""
