@@ -133,6 +133,6 @@ def load(name: str, arguments: dict[str, Any]) -> OpenEnvEnvironment:
 
 
 def _shown(observation: dict[str, Any]) -> str:
-    seen = {name: value for name, value in observation.items() if name not in BASE_FIELDS}
+    seen = {name: value for name, value in observation.items() if name not in BASE_FIELDS and value is not None}
     values = list(seen.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(seen)

@@ -31,6 +31,7 @@ class Guess(Action):
 
 class Seen(Observation):
     text: str = ""
+    hint: str | None = None
 
 class Guessing(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
