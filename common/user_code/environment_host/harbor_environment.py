@@ -262,19 +262,22 @@ def _contents(folder: Path, image: str) -> tuple[str, str, dict[str, str], tuple
     text = (folder / "Dockerfile").read_text() if (folder / "Dockerfile").exists() and not image else ""
     for line in map(str.strip, re.sub(r"\\\n", " ", text).splitlines()):
         instruction, _, rest = line.partition(" ")
-        words = [word for word in shlex.split(rest, comments=True) if not word.startswith("--")]
-        match instruction.upper():
-            case "WORKDIR":
-                workdir /= words[0]
-            case "ENV":
-                variables.update(word.partition("=")[::2] for word in words)
-            case "COPY" if "--from" not in rest:
-                for source in (source for word in words[:-1] for source in sorted(folder.glob(word)) or [folder / word]):
-                    is_inside = source.is_file() and (words[-1].endswith(("/", ".")) or len(words) > 2)
-                    copies.append((source, workdir / words[-1] / (source.name if is_inside else "")))
-            case name if name and not name.startswith("#") and name not in IGNORED:
-                image = _built(folder, line)
-                break
+        name = instruction.upper()
+        if not line or line.startswith("#") or name in IGNORED:
+            continue
+        if name not in ("COPY", "ENV", "WORKDIR") or "--from" in rest:
+            image = _built(folder, line)
+            break
+        words = [word for word in shlex.split(rest) if not word.startswith("--")]
+        if name == "WORKDIR":
+            workdir /= words[0]
+        elif name == "ENV":
+            pairs = words if "=" in words[0] else [f"{words[0]}={' '.join(words[1:])}"]
+            variables |= {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        else:
+            for source in (source for word in words[:-1] for source in sorted(folder.glob(word)) or [folder / word]):
+                is_inside = source.is_file() and (words[-1].endswith(("/", ".")) or len(words) > 2)
+                copies.append((source, workdir / words[-1] / (source.name if is_inside else "")))
     if image:
         _engine()
         return image, ".", {}, ()

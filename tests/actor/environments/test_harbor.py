@@ -21,7 +21,8 @@ if [ "$(cat hello.txt)" = "$WANTED" ]; then echo 1 > /logs/verifier/reward.txt; 
 """
 DOCKERFILE = """FROM python:3.13-slim
 WORKDIR /work
-# What the model finds.
+# What's there for the model.
+ENV SIZE very small
 ENV COLOR=blue \\
     SHAPE=round
 COPY note.txt data /work/
@@ -61,10 +62,10 @@ def block(command: str) -> str:
 
 
 def test_commands_run_in_a_box_with_the_tasks_files_and_the_tests_write_the_reward(task: Path, model: Model) -> None:
-    end = played(task, model, block("pwd; ls; echo $COLOR $SHAPE"), block("echo hello > hello.txt; false"), "done")
+    end = played(task, model, block("pwd; ls; echo $COLOR $SHAPE $SIZE"), block("echo hello > hello.txt; false"), "done")
     assert (end.get("reward"), end.get("metrics")) == ({"reward": 1.0}, {"turns": 3.0}), end
     assert model.read[0].endswith("Task:\nWrite hello into hello.txt.")
-    assert model.read[1:] == ["/work\ndeep.txt\nnote.txt\nblue round\n\n(exit status 0)", "\n(exit status 1)"]
+    assert model.read[1:] == ["/work\ndeep.txt\nnote.txt\nblue round very small\n\n(exit status 0)", "\n(exit status 1)"]
 
 
 def test_reward_may_be_json_with_other_numbers(task: Path, model: Model) -> None:
