@@ -42,7 +42,8 @@ GRACE_S = 30.0
 VERIFY_S = 600.0
 """Time limit of tests whose task names none."""
 RULES = (
-    "Write shell commands in a ```sh block, and read what they print. When the task is done, answer without a block.\n\nTask:\n"
+    "Do a task with shell commands. Write them like this, and read what they print:\n\n```sh\nls\n```\n\n"
+    "When the task is done, answer without such a block.\n\nTask:\n"
 )
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom", "/dev/zero")
 IGNORED = ("ARG", "CMD", "ENTRYPOINT", "EXPOSE", "FROM", "LABEL", "MAINTAINER")
