@@ -83,8 +83,8 @@ class Rollout(NamedTuple):
         for index, turn in enumerate(self.turns):
             if 0 < turn.back <= index:
                 continued[index] |= continued[index - turn.back]
-        is_elsewhere = ~(continued | continued.T)
-        return reward - is_elsewhere @ np.array([turn.branch_reward for turn in self.turns])
+        elsewhere = ~(continued | continued.T)
+        return reward - elsewhere.astype(np.float64) @ np.array([turn.branch_reward for turn in self.turns])
 
     def pieces(self) -> Iterator[tuple[Turn, NDArray[np.int32], NDArray[np.int32]]]:
         """Yield each turn with its context and its sampled tokens."""
