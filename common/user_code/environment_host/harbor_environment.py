@@ -118,7 +118,17 @@ class Box:
         self._task = task
         driver = ["-I", "-S", "-c", DRIVER]
         if task.image:
-            command = [_engine(), "run", "-i", "--rm", "--network=none", task.image, "python3", *driver]
+            command = [
+                _engine(),
+                "run",
+                "-i",
+                "--rm",
+                "--network=none",
+                f"--pids-limit={MAX_PROCESSES}",
+                task.image,
+                "python3",
+                *driver,
+            ]
         else:
             command = [*_bubblewrap(task.variables), os.path.realpath(sys.executable), *driver]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -213,7 +223,7 @@ class HarborEnvironment:
             block = BLOCK.search(text)
             if block is None:
                 return
-            status, output = box.run(["sh", "-c", block[1]], self._command_s)
+            status, output = box.run(["bash", "-c", block[1]], self._command_s)
             ended = f"exit status {status}" if status is not None else f"ended after {self._command_s:g} s"
             shown = f"{output[-self._max_output :]}\n({ended})"
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": shown}]
@@ -276,13 +286,21 @@ def _contents(folder: Path, image: str) -> tuple[str, str, dict[str, str], tuple
             pairs = words if "=" in words[0] else [f"{words[0]}={' '.join(words[1:])}"]
             variables |= {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
         else:
-            for source in (source for word in words[:-1] for source in sorted(folder.glob(word)) or [folder / word]):
+            for source in (source for word in words[:-1] for source in _matching(folder, word)):
                 is_inside = source.is_file() and (words[-1].endswith(("/", ".")) or len(words) > 2)
                 copies.append((source, workdir / words[-1] / (source.name if is_inside else "")))
     if image:
         _engine()
         return image, ".", {}, ()
     return "", str(workdir), variables, tuple(copies)
+
+
+def _matching(folder: Path, word: str) -> list[Path]:
+    """Return the files and folders that a word of COPY names."""
+    found = sorted(folder.glob(word.lstrip("/"))) if set(word) & set("*?[") else [folder / word.lstrip("/")]
+    if not found or not found[0].exists():
+        raise RuntimeError(f"its Dockerfile copies {word}, which is not there")
+    return found
 
 
 def _engine() -> str:

@@ -26,6 +26,8 @@ ENV SIZE very small
 ENV COLOR=blue \\
     SHAPE=round
 COPY note.txt data /work/
+COPY . all/
+COPY *.txt renamed.txt
 """
 
 
@@ -65,7 +67,10 @@ def test_commands_run_in_a_box_with_the_tasks_files_and_the_tests_write_the_rewa
     end = played(task, model, block("pwd; ls; echo $COLOR $SHAPE $SIZE"), block("echo hello > hello.txt; false"), "done")
     assert (end.get("reward"), end.get("metrics")) == ({"reward": 1.0}, {"turns": 3.0}), end
     assert model.read[0].endswith("Task:\nWrite hello into hello.txt.")
-    assert model.read[1:] == ["/work\ndeep.txt\nnote.txt\nblue round very small\n\n(exit status 0)", "\n(exit status 1)"]
+    assert model.read[1:] == [
+        "/work\nall\ndeep.txt\nnote.txt\nrenamed.txt\nblue round very small\n\n(exit status 0)",
+        "\n(exit status 1)",
+    ]
 
 
 def test_reward_may_be_json_with_other_numbers(task: Path, model: Model) -> None:
@@ -126,6 +131,7 @@ def test_box_of_too_many_processes_is_worth_nothing_and_leaves_none(task: Path, 
         ("task.toml", "[environment]\ndocker_image = 'python:3.13'", "needs podman or docker"),
         ("environment/docker-compose.yaml", "services: {}", "several services"),
         ("environment/Dockerfile", "FROM python\nRUN apt-get install gcc", "needs podman or docker"),
+        ("environment/Dockerfile", "FROM python\nCOPY nothing.txt .", "copies nothing.txt, which is not there"),
     ],
 )
 def test_task_that_cannot_be_played_here_is_refused_before_the_run(
@@ -144,7 +150,7 @@ def test_container_engine_builds_and_runs_an_image_that_installs_something(
     podman = tmp_path / "podman"
     answer = """{"status": 0, "output": "begun\\\\n"}"""
     podman.write_text(
-        f"""#!/bin/sh\necho "$1 $2 $3 $4 $5 $6" >> {tmp_path}/asked\n"""
+        f"""#!/bin/sh\necho "$@" >> {tmp_path}/asked\n"""
         f"""case $1 in build) echo sha256:feed;; run) read line; printf '{answer}\\n';; esac\n"""
     )
     podman.chmod(0o755)
@@ -153,4 +159,4 @@ def test_container_engine_builds_and_runs_an_image_that_installs_something(
     check_external(environment(task))
     asked = (tmp_path / "asked").read_text().splitlines()
     assert f"build -q {task}/environment" in [line.strip() for line in asked]
-    assert "run -i --rm --network=none sha256:feed python3" in asked
+    assert any(line.startswith("run -i --rm --network=none --pids-limit=256 sha256:feed python3 -I -S -c") for line in asked)
