@@ -112,6 +112,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     options=config.actor.engine_options,
                     images=images,
                     records_experts=config.loss.routing_replay == "sampled",
+                    has_turns=bool(config.task.environment),
                 ),
             )
         report_ready()

@@ -29,6 +29,8 @@ class EngineSettings(NamedTuple):
     """Reads the images of prompts, of which vLLM alone takes some; None: prompts have none."""
     records_experts: bool = False
     """Completions come with their experts."""
+    has_turns: bool = False
+    """Prompts go on from earlier ones, as the turns of an episode do."""
 
 
 class Completion(NamedTuple):

@@ -92,6 +92,10 @@ class VllmEngine:
         _import_model_class(model_path)
         own = {} if images is None else vllm_images.engine_options(images)
         own |= {"dtype": settings.dtype, "max_model_len": settings.max_model_len, "seed": settings.seed}
+        options = settings.options
+        if settings.has_turns and current_platform.is_cpu():
+            # Only whole blocks of a prompt are cached. vLLM's have 128 tokens on a CPU, more than most turns.
+            options = {"block_size": CPU_BLOCK_TOKENS, **options}
         if settings.records_experts:
             own |= {"enable_return_routed_experts": True}
             if current_platform.is_cpu():
@@ -100,7 +104,7 @@ class VllmEngine:
         has_files = has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
-        config = _engine_config(model_path, own=own, options=settings.options)
+        config = _engine_config(model_path, own=own, options=options)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
         check_internals(self._engine)
         # The client of an engine that runs in this process.
@@ -360,12 +364,9 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
     check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
-    is_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
-        "enforce_eager": is_cpu,
-        # Only whole blocks of a prompt are cached. vLLM would take 128 tokens on a CPU, more than most turns have.
-        "block_size": CPU_BLOCK_TOKENS if is_cpu else None,
+        "enforce_eager": current_platform.is_cpu(),
         "use_tqdm_on_load": False,
         **options,
         **own,
@@ -381,7 +382,7 @@ def _engine_config(model_path: str, *, own: Mapping[str, Any], options: Mapping[
         problem = f"vLLM refuses the options ({one_line(error)})"
         cure = "Correct them, or remove the setting."
         raise SettingError("actor.engine_options", dict(options), problem, cure) from error
-    if is_cpu and config.cache_config.kv_cache_memory_bytes is None:
+    if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
     return config
 

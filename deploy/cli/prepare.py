@@ -70,7 +70,7 @@ def environments_command(
         typer.echo(
             f"Frameworks without a package here: {', '.join(missing)}\n"
             "    environment.requirements names a file of packages, which offbeat installs into a Python of their own;\n"
-            "    nemo_gym needs none: docs/environments.md"
+            "    harbor and nemo_gym need none: docs/environments.md"
         )
     typer.echo("`offbeat new environment NAME` writes an environment that you can change.")
 

@@ -133,11 +133,13 @@ def loop() -> Iterator[Loop]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_tiny_model(folder, alphabet="0123456789+=")
-        options = {"max_num_seqs": QUICK_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20, "block_size": 32}
+        options = {"max_num_seqs": QUICK_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20}
         engine = make_engine(
             "vllm",
             str(folder),
-            EngineSettings(dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(folder), seed=1, options=options),
+            EngineSettings(
+                dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(folder), seed=1, options=options, has_turns=True
+            ),
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
         engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=True)

@@ -74,9 +74,10 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
-    options = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "block_size": 32}
+    options = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26}
     hashes = hash_model(tiny_model)
-    made = make_engine("vllm", str(tiny_model), EngineSettings("float32", MAX_LENGTH, hashes, seed=1, options=options))
+    settings = EngineSettings("float32", MAX_LENGTH, hashes, seed=1, options=options, has_turns=True)
+    made = make_engine("vllm", str(tiny_model), settings)
     yield made
     made.close()
 

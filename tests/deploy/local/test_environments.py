@@ -67,7 +67,7 @@ def test_another_python_is_asked_for_frameworks_and_their_environments(folder: P
     assert "verifiers" in found
     assert "x" not in found
     listed = CliRunner().invoke(make_app(), ["environments", "--python", str(python)]).output
-    assert "without a package here: gymnasium, nemo_gym, openenv\n" in listed
+    assert "without a package here: gymnasium, harbor, nemo_gym, openenv\n" in listed
     with pytest.raises(SettingError, match=r'--python = "/no/python"'):
         find_environments("/no/python")
 
