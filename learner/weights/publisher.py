@@ -319,7 +319,9 @@ class WeightPublisher:
                 if why is not None:
                     self._actor_versions.exclude(recipient.peer, recipient.name, why)
             for recipient in members if transfer.is_sent else ():
-                self._actor_versions.note_sent(recipient.peer, snapshot.policy_version)
+                # One that was distrusted meanwhile is left out, and not late.
+                if recipient.peer not in self._distrusted:
+                    self._actor_versions.note_sent(recipient.peer, snapshot.policy_version)
             pause = self._count_failure(members, transfer)
             self._advice = transfer.advice or self._advice
             num_excluded = self._actor_versions.num_excluded

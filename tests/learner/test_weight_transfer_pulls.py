@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,29 @@ def test_actor_that_is_distrusted_is_left_out_and_pulls() -> None:
         fleet.publish(2)
         fleet.wait(2, honest, liar)
         assert honest.epochs[2] == liar.epochs[2] >= 0
+
+
+def test_actor_that_is_distrusted_at_the_end_of_a_transfer_is_not_late_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(SMALL, "honest", "liar") as fleet:
+        honest, liar = fleet.receivers
+        collective = fleet.publisher._collective
+        assert collective is not None
+        send = collective.send
+
+        def send_and_distrust(*arguments: Any, **options: Any) -> Any:
+            transfer = send(*arguments, **options)
+            if not fleet.excluded():
+                fleet.wait(0, liar)
+                liar.policy_version = None
+                liar.checksums.clear()
+                fleet.publisher.distrust(liar.peer, "liar", "scored the canary otherwise")
+            return transfer
+
+        monkeypatch.setattr(collective, "send", send_and_distrust)
+        fleet.publish(0)
+        fleet.wait(0, honest, liar)
+        assert fleet.excluded() == ["liar"]
+        assert fleet.pulled == [("liar", 0)]
 
 
 def test_with_the_backend_pull_nobody_meets_in_a_store() -> None:
