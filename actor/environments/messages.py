@@ -120,8 +120,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Parts of the reward that were given before the end, by the number of the sample asked for last; without those given
     before the first."""
     branch_rewards: dict[Natural, float] = {}
-    """The same ones, by the number of the last turn of the sequence that they were given to; without those of a sequence that
-    had none."""
+    """These parts by the number of the last turn of the sequence that each was given to. A sequence without a turn has none."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

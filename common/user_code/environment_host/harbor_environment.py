@@ -14,6 +14,7 @@ a Dockerfile, WORKDIR, ENV and COPY are followed. A task whose image installs so
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import os
@@ -98,7 +99,7 @@ class HarborTask(NamedTuple):
     folder: Path
     instruction: str
     image: str
-    """What a container engine runs; empty for a box."""
+    """A container engine runs this image. It is empty for a box."""
     workdir: str
     variables: dict[str, str]
     copies: tuple[tuple[Path, PurePosixPath], ...]
@@ -303,6 +304,7 @@ def _matching(folder: Path, word: str) -> list[Path]:
     return found
 
 
+@functools.cache
 def _engine() -> str:
     """Return the container engine of this machine. Raise `RuntimeError` where there is none that works."""
     for name in ("podman", "docker"):
