@@ -147,6 +147,8 @@ def test_actor_that_is_distrusted_at_the_end_of_a_transfer_is_not_late_for_it(mo
 
         monkeypatch.setattr(collective, "send", send_and_distrust)
         fleet.publish(0)
+        # Both have the version for a moment before the liar is distrusted.
+        fleet.wait_for(lambda: bool(fleet.excluded()))
         fleet.wait(0, honest, liar)
         assert fleet.excluded() == ["liar"]
         assert fleet.pulled == [("liar", 0)]
