@@ -19,9 +19,9 @@ import msgspec
 import xxhash
 
 from offbeat.common.errors import SettingError
-from offbeat.common.records.rows import CommitRow, OtherRow, PullRow, Row, StepRow, WeightsRow
+from offbeat.common.records.rows import CommitRow, PullRow, StepRow, WeightsRow
 from offbeat.common.records.run_folder import LOG
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.learner.leases.events import Accepted, Trained
 from offbeat.learner.leases.log_reading import read_log
@@ -80,9 +80,10 @@ def read_trace(run: Path, request: TraceRequest) -> Trace:
         of_actors[lease.actor].append(lease_span(lease))
     shown = [span for spans in of_actors.values() for span in spans]
     start, end = min(span.start for span in shown), max(span.end for span in shown)
-    rows = run / ROWS_FILE
-    work = LearnerWork(read_rows(rows) if rows.is_file() else ()).processes(leases.batches)
-    beside = [TraceProcess(name, tuple(span for span in spans if within(span, start, end))) for name, spans in work]
+    work = learner_work(read_rows_of(run / ROWS_FILE, StepRow, WeightsRow, PullRow, CommitRow), leases.batches)
+    beside = [
+        TraceProcess(name, tuple(span for span in spans if span.end >= start and span.start <= end)) for name, spans in work
+    ]
     groups = [TraceProcess(name, tuple(spans)) for name, spans in sorted(of_actors.items())]
     return Trace(leases.run_id, tuple(process for process in (*beside, *groups) if process.spans))
 
@@ -94,11 +95,6 @@ def write_trace(trace: Trace, out: Path) -> Path:
     except OSError as error:
         raise SettingError("--out", str(out), f"it cannot be written ({error.strerror})", "Name another file.") from error
     return out
-
-
-def within(span: TraceSpan, start: float, end: float) -> bool:
-    """Return whether a part of the span lies between two times."""
-    return span.end >= start and span.start <= end
 
 
 # Leases
@@ -184,50 +180,45 @@ def _generated(lease: LeaseHistory, accepted: Accepted) -> dict[str, str | int |
 # The learner
 
 
-class LearnerWork:
-    """The learner's time and weight updates, read from the rows."""
+def learner_work(
+    rows: Iterable[StepRow | WeightsRow | PullRow | CommitRow], batches: Sequence[Trained]
+) -> Iterator[TraceProcess]:
+    """Yield the learner's tracks and those of the actors' weights; a track may be empty."""
+    steps: dict[int, StepRow] = {}
+    updates: list[TraceSpan] = []
+    of_actors: defaultdict[str, list[TraceSpan]] = defaultdict(list)
+    for row in rows:
+        match row:
+            case StepRow():
+                steps[row.policy_version] = row
+            case WeightsRow():
+                told = {"actors": row.num_members, "excluded": row.num_excluded}
+                updates.append(_ended(f"publish weights {row.policy_version}", row.time, row.publish_s, **told))
+            case PullRow():
+                name = f"pull weights {row.policy_version}"
+                of_actors[row.actor].append(_ended(name, row.time, row.pull_s, bytes=row.sent_bytes))
+            case CommitRow():
+                of_actors[row.actor].append(_ended(f"commit weights {row.policy_version}", row.time, row.stall_s))
+    yield TraceProcess("learner", tuple(_batches(batches, steps)))
+    yield TraceProcess("learner: weights", tuple(updates))
+    for name, spans in sorted(of_actors.items()):
+        yield TraceProcess(f"{name}: weights", tuple(spans))
 
-    def __init__(self, rows: Iterable[Row | OtherRow]) -> None:
-        self._steps: dict[int, StepRow] = {}
-        self._updates: list[TraceSpan] = []
-        self._of_actors: defaultdict[str, list[TraceSpan]] = defaultdict(list)
-        for row in rows:
-            match row:
-                case StepRow():
-                    self._steps[row.policy_version] = row
-                case WeightsRow():
-                    told = {"actors": row.num_members, "excluded": row.num_excluded}
-                    self._updates.append(_ended(f"publish weights {row.policy_version}", row.time, row.publish_s, **told))
-                case PullRow():
-                    name = f"pull weights {row.policy_version}"
-                    self._of_actors[row.actor].append(_ended(name, row.time, row.pull_s, bytes=row.sent_bytes))
-                case CommitRow():
-                    name = f"commit weights {row.policy_version}"
-                    self._of_actors[row.actor].append(_ended(name, row.time, row.stall_s))
-                case _:
-                    pass
 
-    def processes(self, batches: Sequence[Trained]) -> list[TraceProcess]:
-        """Return the learner's tracks and those of the actors' weights."""
-        of_actors = [TraceProcess(f"{name}: weights", tuple(spans)) for name, spans in sorted(self._of_actors.items())]
-        updates = [TraceProcess("learner: weights", tuple(self._updates))] if self._updates else []
-        return [TraceProcess("learner", tuple(self._batches(batches))), *updates, *of_actors]
-
-    def _batches(self, batches: Sequence[Trained]) -> Iterable[TraceSpan]:
-        """Yield the wait for each batch and the training on it, in order."""
-        reached = float("-inf")
-        for batch in batches:
-            versions = range(batch.policy_version + 1, batch.policy_version + batch.num_steps + 1)
-            steps = [self._steps[version] for version in versions if version in self._steps]
-            selected = max(reached, batch.selected_at)
-            waited_s = sum(step.number("time/wait_rollouts_s") or 0.0 for step in steps)
-            if waited_s:
-                yield TraceSpan("wait for rollouts", max(reached, selected - waited_s), selected)
-            reached = max(selected, batch.at)
-            last = batch.policy_version + batch.num_steps
-            name = f"step {last}" if batch.num_steps == 1 else f"steps {batch.policy_version + 1} to {last}"
-            numbers = {metric: value for metric in _METRICS if steps and (value := steps[-1].number(metric)) is not None}
-            yield TraceSpan(name, selected, reached, {"groups": len(batch.lease_ids), **numbers})
+def _batches(batches: Sequence[Trained], rows: Mapping[int, StepRow]) -> Iterator[TraceSpan]:
+    """Yield the wait for each batch and the training on it, in order; `rows` are the steps' by the versions they made."""
+    reached = float("-inf")
+    for batch in batches:
+        last = batch.policy_version + batch.num_steps
+        steps = [rows[version] for version in range(batch.policy_version + 1, last + 1) if version in rows]
+        selected = max(reached, batch.selected_at)
+        waited_s = sum(step.number("time/wait_rollouts_s") or 0.0 for step in steps)
+        if waited_s:
+            yield TraceSpan("wait for rollouts", max(reached, selected - waited_s), selected)
+        reached = max(selected, batch.at)
+        name = f"step {last}" if batch.num_steps == 1 else f"steps {batch.policy_version + 1} to {last}"
+        numbers = {metric: value for metric in _METRICS if steps and (value := steps[-1].number(metric)) is not None}
+        yield TraceSpan(name, selected, reached, {"groups": len(batch.lease_ids), **numbers})
 
 
 def _ended(name: str, end: float, seconds: float, **attributes: int) -> TraceSpan:
@@ -245,11 +236,10 @@ def trace_file(processes: Sequence[TraceProcess]) -> bytes:
     first = min(span.start for process in processes for span in process.spans)
     events: list[dict[str, Any]] = []
     for pid, process in enumerate(processes, start=1):
-        lanes = list(_lanes(process.spans))
+        placed = list(_in_lanes(process.spans))
         events.append(_named("process_name", pid, 0, process.name))
-        for tid in sorted(set(lanes)):
-            events.append(_named("thread_name", pid, tid, process.name))
-        for tid, span in zip(lanes, _in_order(process.spans), strict=True):
+        events += (_named("thread_name", pid, tid, process.name) for tid in sorted({tid for tid, _ in placed}))
+        for tid, span in placed:
             events += _events(span, pid, tid, first)
     # The viewers sort; people who read the file need not.
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"epoch_s_of_0": first}})
@@ -276,20 +266,13 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _in_order(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
-    return sorted(spans, key=lambda span: span.start)
-
-
-def _lanes(spans: Sequence[TraceSpan]) -> Iterator[int]:
-    """Yield the lane of each span in order of start, from 1: the first one that is free, as a thread's events must nest."""
-    ends: list[float] = []
-    for span in _in_order(spans):
-        lane = next((lane for lane, end in enumerate(ends) if end <= span.start), None)
-        if lane is None:
-            lane = len(ends)
-            ends.append(span.end)
+def _in_lanes(spans: Sequence[TraceSpan]) -> Iterator[tuple[int, TraceSpan]]:
+    """Yield the spans by their start, each in the first lane, from 1, that is free: the events of a thread must nest."""
+    ends: dict[int, float] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        lane = next((lane for lane, end in ends.items() if end <= span.start), len(ends) + 1)
         ends[lane] = span.end
-        yield lane + 1
+        yield lane, span
 
 
 # OpenTelemetry
