@@ -8,11 +8,9 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offbeat.common.errors import SettingError
 from offbeat.common.formats import number
 from offbeat.common.records.rows import EventRow, LedgerSums
-from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
+from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, read_run_history
 from offbeat.lab.terminal import print_result, table
 from offbeat.learner.diagnostics import length_bias
 
@@ -35,10 +33,7 @@ class DriftReport(msgspec.Struct, frozen=True):
 
 def print_drift(run_folder: Path, *, as_json: bool) -> None:
     """Print the drift and bias report of a run, finished or not. `SettingError` for a folder that holds no run."""
-    rows_file = run_folder / ROWS_FILE
-    if not rows_file.is_file():
-        raise SettingError("RUN", str(run_folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
-    report = drift_report(fold_rows(read_rows(rows_file)))
+    report = drift_report(read_run_history(run_folder))
     print_result(report, render_drift(report), as_json=as_json)
 
 
@@ -155,34 +150,23 @@ def _quantities(report: length_bias.BiasReport) -> tuple[length_bias.Quantity, .
 
 
 def _part_cells(part: length_bias.OutcomeSummary, quantities: Sequence[length_bias.Quantity]) -> tuple[str, ...]:
-    distributions: dict[length_bias.Quantity, length_bias.Distribution | None] = {
-        "length": part.length,
-        "duration_s": part.duration_s,
-        "reward": part.reward,
-        "num_turns": part.num_turns,
-        "environment_s": part.environment_s,
-    }
-    return (
-        part.name,
-        f"{part.count:,}",
-        *(_summary(distributions[quantity], length_bias.FORMATS[quantity]) for quantity in quantities),
-    )
+    values = msgspec.structs.asdict(part)
+    return (part.name, f"{part.count:,}", *(_summary(values[name], length_bias.FORMATS[name]) for name in quantities))
 
 
 def comparison_rows(report: length_bias.BiasReport) -> list[tuple[str, ...]]:
     """Return the tests as text under `COMPARISON_HEAD`, without those that had nothing to compare."""
-    return [_comparison_cells(comparison) for comparison in report.comparisons if comparison.count and comparison.num_others]
-
-
-def _comparison_cells(comparison: length_bias.BiasTest) -> tuple[str, ...]:
-    spec = length_bias.FORMATS[comparison.quantity]
-    return (
-        length_bias.LABELS[comparison.quantity],
-        f"{comparison.count:,} / {comparison.num_others:,}",
-        f"{comparison.mean:{spec}} / {comparison.mean_of_others:{spec}}",
-        f"{comparison.effect:+.2f}",
-        f"{comparison.p_value:.2g}",
-    )
+    return [
+        (
+            length_bias.LABELS[test.quantity],
+            f"{test.count:,} / {test.num_others:,}",
+            f"{test.mean:{length_bias.FORMATS[test.quantity]}} / {test.mean_of_others:{length_bias.FORMATS[test.quantity]}}",
+            f"{test.effect:+.2f}",
+            f"{test.p_value:.2g}",
+        )
+        for test in report.comparisons
+        if test.count and test.num_others
+    ]
 
 
 def render_drift(report: DriftReport) -> RenderableType:

@@ -6,11 +6,14 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, assert_never
 
 import msgspec
 
+from offbeat.common.errors import SettingError
 from offbeat.common.records import rows
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.run_summary import ProcessTimes
 from offbeat.learner.diagnostics.length_bias import EndedLease
 
@@ -19,8 +22,7 @@ _END_OF_TIME = 4.1e9
 
 _MOST_COMPLETIONS = 1e12
 """A larger number in one step is damage."""
-_LAG_COUNT = re.compile(r"by_lag/(\d{1,9}(?:-\d{1,9}|\+)?)/count")
-_TURN_TOKENS = re.compile(r"by_turn/(\d{1,9}(?:-\d{1,9}|\+)?)/tokens")
+_BUCKET = r"(\d{1,9}(?:-\d{1,9}|\+)?)"
 
 
 class Interval(NamedTuple):
@@ -174,16 +176,12 @@ class RunHistory:
     @property
     def drift_by_lag(self) -> list[LagDrift]:
         """The drift at each bucket of lags that occurred, by rising lag."""
-        names = {name for row in self.steps for name in row.metrics if name.startswith("by_lag/")}
-        buckets = [match[1] for name in names if (match := _LAG_COUNT.fullmatch(name))]
-        return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=_first_of)]
+        return [_drift(bucket, self.steps) for bucket in _buckets(f"by_lag/{_BUCKET}/count", self.steps)]
 
     @property
     def drift_by_turn(self) -> list[TurnDrift]:
         """The drift at each bucket of turns, by rising turns; none for a run without episodes of several turns."""
-        names = {name for row in self.steps for name in row.metrics}
-        buckets = [match[1] for name in names if (match := _TURN_TOKENS.fullmatch(name))]
-        return [_turn_drift(bucket, self.steps) for bucket in sorted(buckets, key=_first_of)]
+        return [_turn_drift(bucket, self.steps) for bucket in _buckets(f"by_turn/{_BUCKET}/tokens", self.steps)]
 
     @property
     def groups_by_drop_reason(self) -> dict[str, int]:
@@ -216,6 +214,14 @@ class RunHistory:
             Interval(row.time - (row.number("time/step_s") or 0.0), row.time, row.number("tokens/trained") or 0)
             for row in self.steps
         ]
+
+
+def read_run_history(run: Path) -> RunHistory:
+    """Return the history of the run in a folder. Raise `SettingError` where the folder has no rows."""
+    file = run / ROWS_FILE
+    if not file.is_file():
+        raise SettingError("RUN", str(run), f"it has no {ROWS_FILE}", "Name the folder of a run.")
+    return fold_rows(read_rows(file))
 
 
 def fold_rows(written: Iterable[rows.Row | rows.OtherRow]) -> RunHistory:
@@ -313,6 +319,13 @@ def _ended_group(row: rows.GroupRow) -> EndedGroup:
     return EndedGroup(lease, array("i", row.lengths), row.time)
 
 
+def _buckets(metric: str, steps: Iterable[rows.StepRow]) -> list[str]:
+    """Return the buckets of a metric, rising; `metric` is a pattern of its names, whose group is the bucket."""
+    names = {name for row in steps for name in row.metrics}
+    buckets = [match[1] for name in names if (match := re.fullmatch(metric, name))]
+    return sorted(buckets, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
+
+
 _Weighted = tuple[float, float]
 """A number of one step, and its weight in the mean."""
 
@@ -357,10 +370,6 @@ def _turn_drift(bucket: str, steps: Iterable[rows.StepRow]) -> TurnDrift:
 
     num_tokens = int(sum(tokens for _, tokens in counts))
     return TurnDrift(bucket, num_tokens, mean("lag_mean"), mean("kl_behavior_policy_k3"))
-
-
-def _first_of(bucket: str) -> int:
-    return int(re.split("[-+]", bucket)[0])
 
 
 def _mean(values: Sequence[_Weighted]) -> float | None:

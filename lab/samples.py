@@ -14,8 +14,8 @@ from offbeat.common.formats import listed
 from offbeat.common.models.folders import resolve_model
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.run_folder import LOG, read_run_config
-from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config, environment_of
+from offbeat.lab.history import read_run_history
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.learner.diagnostics.sample_rows import Decode, shorten, written
 from offbeat.learner.leases.events import Accepted
@@ -290,15 +290,10 @@ def read_evaluation_samples(run: Path, request: SamplesRequest) -> list[EvalSamp
 
     `request.step` is the policy version that was evaluated. The newest evaluation comes first among equals.
     """
-    file = run / ROWS_FILE
-    if not file.is_file():
-        raise SettingError("RUN", str(run), f"it has no {ROWS_FILE}", "Name the folder of a run.")
-    rows = (row for row in read_rows(file) if isinstance(row, EvalSampleRow))
-    # A version that was evaluated again after a restart is listed once.
-    samples = {(row.policy_version, row.prompt_id): row for row in rows}
+    samples = read_run_history(run).evaluation_samples.values()
     found = [
         row
-        for row in sorted(samples.values(), key=lambda row: (-row.policy_version, row.prompt_id))
+        for row in sorted(samples, key=lambda row: (-row.policy_version, row.prompt_id))
         if request.step in (None, row.policy_version) and request.prompt_id in (None, row.prompt_id)
     ]
     if not found:

@@ -10,9 +10,8 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration, number
 from offbeat.common.pages.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, series
 from offbeat.common.pages.page import Caption, Card, Grid, Mark, Missing, Page, PageHead, PageSection, Table, write_page
-from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.learning_sections import TrainSection
-from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.history import RunHistory, read_run_history
 from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
 from offbeat.lab.run_summary import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
@@ -57,12 +56,10 @@ def differing_settings(runs: Sequence[RunSettings]) -> dict[str, list[str]]:
 
 
 def _read(folder: Path, name: str) -> ComparedRun:
-    if not (folder / ROWS_FILE).is_file():
-        raise SettingError("RUN", str(folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
+    history = read_run_history(folder)
     settings = read_settings(folder)
     steps, epochs = (int(settings.number("train", f"{name}_per_batch") or 1) for name in ("steps", "epochs"))
     train = TrainSection(steps_per_batch=steps, epochs_per_batch=epochs)
-    history = fold_rows(read_rows(folder / ROWS_FILE, []))
     return ComparedRun(name, history, settings, measure(history, train), reward_curves(history, train))
 
 
