@@ -86,18 +86,20 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> Trace:
-    """Return a line, with markers where it has few points."""
-    return {
-        "type": "scatter",
-        # A line through one point is invisible.
-        "mode": "lines" if len(xs) > 12 else "lines+markers",
-        "name": name,
-        "x": list(xs),
-        "y": list(ys),
-        "line": {"color": color, "width": 2},
-        "hovertemplate": "%{y:.3~g}",
-    }
+def line_trace(
+    xs: Sequence[float], ys: Sequence[float], name: str, color: str, look: Mapping[str, Any] = {}, *, mode: str | None = None
+) -> Trace:
+    """Return a line, with markers where it has few points unless `mode` says otherwise; `look` replaces keys of the line."""
+    # A line through one point is invisible.
+    mode = mode or ("lines" if len(xs) > 12 else "lines+markers")
+    points = scatter_trace(zip(xs, ys, strict=True), name, mode)
+    return points | {"line": {"color": color, "width": 2, **look}, "hovertemplate": "%{y:.3~g}"}
+
+
+def scatter_trace(points: Iterable[tuple[Any, Any]], name: str, mode: str) -> Trace:
+    """Return points, each by its place and its height; `mode` is Plotly's: `markers`, `lines`, or both."""
+    pairs = list(points)
+    return {"type": "scatter", "mode": mode, "name": name, "x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
 
 
 def bar_trace(bars: Iterable[tuple[Any, float]], name: str, color: str, hover: str) -> Trace:
@@ -109,10 +111,9 @@ def bar_trace(bars: Iterable[tuple[Any, float]], name: str, color: str, hover: s
 
 def band_traces(xs: Sequence[float], lower: Sequence[float], upper: Sequence[float], name: str, color: str) -> list[Trace]:
     """Return the area between two lines, as one entry of the legend; with an empty `name`, without an entry."""
-    edges = [line_trace(xs, lower, "", color), line_trace(xs, upper, name, color)]
+    edges = [line_trace(xs, ys, label, color, {"width": 0}, mode="lines") for ys, label in ((lower, ""), (upper, name))]
     for edge in edges:
-        edge |= {"mode": "lines", "hoverinfo": "skip"}
-        edge["line"]["width"] = 0
+        edge["hoverinfo"] = "skip"
     edges[0]["showlegend"] = False
     edges[1] |= {"fill": "tonexty", "fillcolor": color} | ({} if name else {"showlegend": False})
     return edges

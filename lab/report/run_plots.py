@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,14 +40,6 @@ class TimeUnit(NamedTuple):
     """The unit that wall time is plotted in."""
 
     name: str
-    seconds: float
-
-
-class TimeShare(NamedTuple):
-    """One part of a service's time."""
-
-    label: str
-    color: str
     seconds: float
 
 
@@ -101,7 +94,7 @@ def _by_task(
     for name, color in zip(names, itertools.cycle(figures.ACTOR_COLORS), strict=False):
         steps, values = figures.series(history.steps, name)
         shown = figures.running_mean(values, max(1, len(values) // 10)) if smooths else values
-        traces.append(figures.line_trace(steps, shown, name.removeprefix(prefix), color) | {"mode": "lines"})
+        traces.append(figures.line_trace(steps, shown, name.removeprefix(prefix), color, mode="lines"))
     layout = figures.step_layout("optimizer step", traces[0]["x"], y_title, y=y)
     return [figures.Plot(title, lead, traces, layout, missing=_NO_REWARD)]
 
@@ -141,23 +134,20 @@ def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], floa
     if not rewards:
         return []
     xs, means = figures.bucket([x_of(row) for row, _ in rewards]), figures.bucket([reward for _, reward in rewards])
-    thin = figures.line_trace(xs, means, "per step", figures.PALE_BLUE)
-    thin["line"]["width"] = 1.5
-    smooth = figures.line_trace(xs, figures.running_mean(means, max(1, len(means) // 10)), "running mean", figures.BLUE) | {
-        "mode": "lines"
-    }
-    evaluations = [row for row in history.evaluations.values() if row.reward is not None]
-    held_out = {
-        "type": "scatter",
-        "mode": "markers" if len(evaluations) <= 40 else "lines",
-        "name": "held-out",
-        "x": [x_of(row) for row in evaluations],
-        "y": [row.reward for row in evaluations],
+    running = figures.running_mean(means, max(1, len(means) // 10))
+    traces = [
+        figures.line_trace(xs, means, "per step", figures.PALE_BLUE, {"width": 1.5}),
+        figures.line_trace(xs, running, "running mean", figures.BLUE, mode="lines"),
+    ]
+    evaluations = [(x_of(row), row.reward) for row in history.evaluations.values() if row.reward is not None]
+    if not evaluations:
+        return traces
+    held_out = figures.scatter_trace(evaluations, "held-out", "markers" if len(evaluations) <= 40 else "lines") | {
         "marker": {"symbol": "diamond", "size": 9, "color": figures.ORANGE, "line": {"width": 1.5, "color": figures.CARD}},
         "line": {"color": figures.ORANGE, "width": 1.5},
         "hovertemplate": "%{y:.3f}",
     }
-    return [thin, smooth, *([held_out] if evaluations else [])]
+    return [*traces, held_out]
 
 
 # Rollouts and time
@@ -171,9 +161,8 @@ def completion_lengths(history: RunHistory) -> figures.Plot:
     num_bins = longest // width + 1
     traces: list[figures.Trace] = []
     for lengths, label, color in ((generated, "all generated", figures.GRAY), (trained, "trained", figures.BLUE)):
-        counts = [0] * num_bins
-        for length in lengths:
-            counts[length // width] += 1
+        in_bin = Counter(length // width for length in lengths)
+        counts = [in_bin[index] for index in range(num_bins)]
         shares = [((index + 0.5) * width, count / max(1, len(lengths))) for index, count in enumerate(counts)]
         bars = figures.bar_trace(shares, f"{label} ({len(lengths):,})", color, "%{y:.1%} (%{customdata})")
         traces.append(bars | {"customdata": counts})
@@ -223,16 +212,16 @@ def _bins(start: float, generated: Sequence[Interval], trained: Sequence[Interva
 
 def where_time_went(history: RunHistory) -> figures.Plot:
     """Return each service's time by kind of work."""
-    bars: dict[str, list[TimeShare]] = {}
+    bars: dict[str, dict[tuple[str, str], float]] = {}
     if history.steps:
         seconds = history.learner_seconds()
-        bars["learner"] = [TimeShare(*LEARNER_WORK[work], seconds[work]) for work in LEARNER_WORK if seconds[work] > 0]
+        bars["learner"] = {part: seconds[work] for work, part in LEARNER_WORK.items() if seconds[work] > 0}
     actors = sorted(history.actors.values(), key=lambda actor: actor.name)
     for actor in actors[:MAX_BARS]:
         bars[actor.name] = _actor_bar(actor.seconds)
     if len(actors) > MAX_BARS:
         bars[f"{len(actors) - MAX_BARS} more actors"] = _actor_bar(sum_seconds(actors[MAX_BARS:]))
-    bars = {service: shares for service, shares in bars.items() if sum(share.seconds for share in shares) > 0}
+    bars = {service: shares for service, shares in bars.items() if sum(shares.values()) > 0}
     layout = figures.plot_layout(
         "", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False}
     )
@@ -250,19 +239,19 @@ def where_time_went(history: RunHistory) -> figures.Plot:
     )
 
 
-def _actor_bar(seconds: Mapping[str, float]) -> list[TimeShare]:
-    known = [TimeShare(*ACTOR_WORK[work], seconds[work]) for work in ACTOR_WORK if work in seconds]
-    return known + [TimeShare(work, figures.FAINT, spent) for work, spent in seconds.items() if work not in ACTOR_WORK]
+def _actor_bar(seconds: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """Return an actor's seconds by label and color."""
+    known = {part: seconds[work] for work, part in ACTOR_WORK.items() if work in seconds}
+    return known | {(work, figures.FAINT): spent for work, spent in seconds.items() if work not in ACTOR_WORK}
 
 
-def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[figures.Trace]:
-    """Return one trace for each kind of work, in the order of first appearance; values are shares of a bar."""
-    kinds = {(share.label, share.color): None for shares in bars.values() for share in shares}
-    totals = {service: sum(share.seconds for share in shares) for service, shares in bars.items()}
+def _stacked_bars(bars: Mapping[str, Mapping[tuple[str, str], float]]) -> list[figures.Trace]:
+    """Return one trace for each label and color, in the order of first appearance; values are shares of a bar."""
+    parts = dict.fromkeys(part for shares in bars.values() for part in shares)
+    totals = {service: sum(shares.values()) for service, shares in bars.items()}
     traces: list[figures.Trace] = []
-    for label, color in kinds:
-        seconds = {service: sum(share.seconds for share in shares if share.label == label) for service, shares in bars.items()}
-        shown = {service: spent for service, spent in seconds.items() if spent > 0}
+    for label, color in parts:
+        shown = {service: shares[label, color] for service, shares in bars.items() if shares.get((label, color), 0) > 0}
         traces.append(
             {
                 "type": "bar",
@@ -345,8 +334,4 @@ def _points(pairs: Iterable[tuple[float, float]], label: str, color: str) -> fig
     """Return points over the policy version, without values that a log axis cannot show."""
     positive = [(version, value) for version, value in pairs if value > 0]
     xs, ys = figures.bucket([version for version, _ in positive]), figures.bucket([value for _, value in positive], max)
-    trace = figures.line_trace(xs, ys, label, color) | {
-        "mode": "markers",
-        "marker": {"size": 5, "color": color, "opacity": 0.8},
-    }
-    return trace | {"hovertemplate": "%{y:.3~g}"}
+    return figures.line_trace(xs, ys, label, color, mode="markers") | {"marker": {"size": 5, "color": color, "opacity": 0.8}}

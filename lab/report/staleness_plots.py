@@ -31,15 +31,16 @@ def lag_histogram(history: RunHistory) -> figures.Plot:
 def lag_by_step(history: RunHistory) -> figures.Plot:
     """Return the mean and the largest policy lag of each step, with the bound."""
     steps, means = figures.series(history.steps, "lag/mean")
-    _, largest = figures.series(history.steps, "lag/max", max)
+    largest_steps, largest = figures.series(history.steps, "lag/max", max)
     bounded_steps, bounds = figures.series(history.steps, "staleness/bound", max)
-    top = figures.line_trace(steps, largest, "largest", figures.GRAY)
-    top["line"] |= {"shape": "hv", "width": 1.2}
-    traces = [top, figures.line_trace(steps, means, "mean", figures.BLUE)]
+    stairs = {"shape": "hv", "width": 1.2}
+    traces = [
+        figures.line_trace(largest_steps, largest, "largest", figures.GRAY, stairs),
+        figures.line_trace(steps, means, "mean", figures.BLUE),
+    ]
     if bounds:
-        bound = figures.line_trace(bounded_steps, bounds, "max_staleness", figures.ORANGE)
-        bound["line"] |= {"shape": "hv", "width": 1.2, "dash": "dash"}
-        traces.append(bound)
+        look = {**stairs, "dash": "dash"}
+        traces.append(figures.line_trace(bounded_steps, bounds, "max_staleness", figures.ORANGE, look))
     return figures.Plot(
         "Policy lag by step",
         "Mean and largest lag among the groups of each step; the dashed line is staleness.max_staleness as it was then, "
@@ -69,14 +70,12 @@ def clip_fraction(history: RunHistory) -> figures.Plot:
     for name, label, color in _CLIP_SIDES:
         steps, fractions = figures.series(history.steps, f"clip/{name}")
         if fractions:
-            area = figures.line_trace(steps, fractions, label, color)
-            area["line"]["width"] = 0.5
-            traces.append(area | {"stackgroup": "fractions", "fillcolor": color, "mode": "lines"})
+            area = figures.line_trace(steps, fractions, label, color, {"width": 0.5}, mode="lines")
+            traces.append(area | {"stackgroup": "fractions", "fillcolor": color})
     noise_steps, noise = figures.series(history.steps, "clip/noise")
     if noise:
-        line = figures.line_trace(noise_steps, noise, "of the clipped, engine noise", figures.INK)
-        line["line"]["dash"] = "dash"
-        traces.append(line | {"mode": "lines"})
+        label, look = "of the clipped, engine noise", {"dash": "dash"}
+        traces.append(figures.line_trace(noise_steps, noise, label, figures.INK, look, mode="lines"))
         caption = f"{caption[:-1]}. Strong colors above the dashed line are drift, below it what engine noise alone clips."
     y_axis = {"tickformat": ".1~%", "rangemode": "tozero"}
     layout = figures.step_layout("optimizer step", steps, "share of completions", y=y_axis)
@@ -94,9 +93,7 @@ def log_ratio(history: RunHistory, clip_low: float | None, clip_high: float | No
     traces = figures.band_traces(steps, lower, upper, "± 1 std", figures.PALE_BLUE)
     for name, label, how in (("ratio/log_min", "lowest", min), ("ratio/log_max", "highest", max)):
         extreme_steps, extremes = figures.series(history.steps, name, how)
-        extreme = figures.line_trace(extreme_steps, extremes, label, figures.GRAY)
-        extreme["line"] |= {"width": 1}
-        traces.append(extreme)
+        traces.append(figures.line_trace(extreme_steps, extremes, label, figures.GRAY, {"width": 1}))
     traces.append(figures.line_trace(steps, means, "mean", figures.BLUE))
     layout = figures.step_layout("optimizer step", steps, "log ratio")
     if clip_low is not None and clip_low < 1:
@@ -116,12 +113,7 @@ def log_ratio(history: RunHistory, clip_low: float | None, clip_high: float | No
 def log_ratio_by_lag(drift: Sequence[LagDrift]) -> figures.Plot:
     """Return mean and spread of the sequence log-ratio at each policy lag."""
     lines = [line for line in drift if line.log_ratio_mean is not None]
-    points = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "mean ± std",
-        "x": [line.bucket for line in lines],
-        "y": [line.log_ratio_mean for line in lines],
+    points = figures.scatter_trace([(line.bucket, line.log_ratio_mean) for line in lines], "mean ± std", "markers") | {
         "error_y": {
             "type": "data",
             "array": [line.log_ratio_std or 0.0 for line in lines],
@@ -164,16 +156,8 @@ def reward_and_length_by_lag(drift: Sequence[LagDrift]) -> figures.Plot:
     rewards = [(line.bucket, line.reward) for line in drift if line.reward is not None]
     lengths = [(line.bucket, line.length) for line in drift if line.length is not None]
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": [bucket for bucket, _ in points],
-            "y": [value for _, value in points],
-            "yaxis": axis,
-            "line": {"color": color, "width": 2},
-            "hovertemplate": "%{y:,.3~f}",
-        }
+        figures.scatter_trace(points, name, "lines+markers")
+        | {"yaxis": axis, "line": {"color": color, "width": 2}, "hovertemplate": "%{y:,.3~f}"}
         for name, color, axis, points in (("reward", figures.BLUE, "y", rewards), ("tokens", figures.ORANGE, "y2", lengths))
     ]
     layout = figures.lag_layout("reward")

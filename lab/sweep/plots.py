@@ -126,12 +126,8 @@ def _dot_plot(
         if run.state == "finished" and (number := number_of(run)) is not None
     ]
     traces: list[figures.Trace] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "runs",
-            "x": [label for label, _, _ in dots],
-            "y": [number for _, _, number in dots],
+        figures.scatter_trace([(label, number) for label, _, number in dots], "runs", "markers")
+        | {
             "customdata": [seed for _, seed, _ in dots],
             "marker": {"color": figures.GRAY, "size": 8},
             "hovertemplate": "seed %{customdata}: %{y:.4~g}<extra></extra>",
@@ -147,12 +143,7 @@ def _dot_plot(
 
 def _means(told: Sequence[tuple[str, Estimate]]) -> figures.Trace:
     upper = [0.0 if number.high is None else number.high - number.mean for _, number in told]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "mean",
-        "x": [label for label, _ in told],
-        "y": [number.mean for _, number in told],
+    return figures.scatter_trace([(label, number.mean) for label, number in told], "mean", "markers") | {
         "error_y": {"type": "data", "array": upper, "color": figures.BLUE, "thickness": 1.5, "width": 5},
         "marker": {"color": figures.BLUE, "size": 10, "symbol": "diamond"},
         "hovertemplate": "mean %{y:.4~g}<extra></extra>",
