@@ -52,11 +52,9 @@ class Selected(NamedTuple):
 
     after: int
     """Number of records of the whole log before the selection."""
-    at: float
-    """Time of the selection, in seconds since the epoch."""
-    trained: int
-    """Index of the batch's `Trained`."""
-    policy_version: int
+    place: int
+    """Index of `batch` in the whole log."""
+    batch: Trained
 
 
 class Recording(NamedTuple):
@@ -137,12 +135,10 @@ def read_recording(records: Iterable[Record]) -> Recording:
             case Accepted():
                 rollouts[index] = unpack(event.completions, record.arrays)
             case Trained():
-                selections.append(
-                    Selected(process_start + event.selected_after, event.selected_at, index, event.policy_version)
-                )
+                selections.append(Selected(process_start + event.selected_after, index, event))
                 pauses += [event.selected_at - trained_at] if not math.isnan(trained_at) else []
                 trained_at = event.at
-    durations = [events[selected.trained].at - selected.at for selected in selections]
+    durations = [batch.at - batch.selected_at for _, _, batch in selections]
     return Recording(
         events,
         rollouts,
@@ -159,17 +155,13 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     arrived: dict[int, Group] = {}
     trained: dict[int, TrainedBatch] = {}
     """Batches by the identity of their event, because a step that is repeated after a restart may have an equal event."""
-    admitted, dropped, expired = [], [], []
+    admitted = [event.lease_id for event in recording.events if isinstance(event, Granted)]
+    dropped = [(event.lease_id, event.reason) for event in recording.events if isinstance(event, Dropped)]
+    expired = [event.lease_id for event in recording.events if isinstance(event, Expired)]
     for index, event in enumerate(recording.events):
         match event:
-            case Granted():
-                admitted.append(event.lease_id)
             case Accepted():
                 arrived[event.lease_id] = _group(event, recording.rollouts[index])
-            case Dropped():
-                dropped.append((event.lease_id, event.reason))
-            case Expired():
-                expired.append(event.lease_id)
             case Trained():
                 groups = [arrived[lease_id] for lease_id in event.lease_ids]
                 trained[id(event)] = _batch(policy, groups, event.policy_version, event.at)
@@ -364,15 +356,12 @@ class _ReplayedLearner:
         # Built anew, as a restarted learner builds its own: leases in the order of their grants, groups in that of arrival.
         before = self._ledger
         self._use_ledger(Ledger())
-        is_open = {
-            lease_id: before.status(lease_id) if lease_id not in undone else "ready"
-            for lease_id in self._granted
-            if lease_id in undone or before.status(lease_id) in ("generating", "ready")
-        }
-        for lease_id in is_open:
-            self._ledger.apply(self._granted[lease_id])
+        status = {lease_id: "ready" if lease_id in undone else before.status(lease_id) for lease_id in self._granted}
+        for lease_id, granted in self._granted.items():
+            if status[lease_id] in ("generating", "ready"):
+                self._ledger.apply(granted)
         for lease_id, group in self._arrived.items():
-            if is_open.get(lease_id) == "ready":
+            if status[lease_id] == "ready":
                 self._ledger.restore(group, None)
 
     def _use_ledger(self, ledger: Ledger) -> None:
@@ -383,12 +372,13 @@ class _ReplayedLearner:
 
     def _meet_selection(self, selected: Selected) -> None:
         """Select a batch where the recorded learner did, unless the replayed one is late."""
-        self._advance(selected.at)
-        self._reached = selected.policy_version
-        self._now = max(self._now, selected.at)
-        if self._training is None and self._version == selected.policy_version and self._free_at <= self._now:
+        batch = selected.batch
+        self._advance(batch.selected_at)
+        self._reached = batch.policy_version
+        self._now = max(self._now, batch.selected_at)
+        if self._training is None and self._version == batch.policy_version and self._free_at <= self._now:
             groups = self._scheduler.select(self._version, self._drop_stale)
-            self._training = _Training(groups, selected.trained, math.inf) if groups else None
+            self._training = _Training(groups, selected.place, math.inf) if groups else None
 
     def _advance(self, at: float) -> None:
         """Let a late learner finish and select batches up to this time."""
@@ -413,9 +403,18 @@ class _ReplayedLearner:
         assert self._training is not None
         batch = _batch(self._policy, self._training.groups, self._version, at)
         # A group may have been dropped while it was trained on.
-        for group in batch.groups:
-            if self._ledger.status(group.lease_id) == "ready":
-                self._ledger.apply(_trained(group.lease_id, self._version, at))
+        lease_ids = [group.lease_id for group in batch.groups if self._ledger.status(group.lease_id) == "ready"]
+        self._ledger.apply(
+            Trained(
+                at=at,
+                lease_ids=tuple(lease_ids),
+                policy_version=self._version,
+                num_steps=self._policy.batch_steps,
+                selected_at=at,
+                selected_after=0,
+                prompt_hashes=(),
+            )
+        )
         self._trainings.append(batch)
         self._batches.append(batch)
         self._training = None
@@ -455,18 +454,6 @@ def _batch(policy: StalenessPolicy, groups: Sequence[Group], policy_version: int
         is_over = policy.count_over_bound([group], trained_at) > 0
         trained.append(TrainedGroup(group.lease_id, group.policy_lag(trained_at), is_over))
     return TrainedBatch(policy_version, tuple(trained), at)
-
-
-def _trained(lease_id: int, policy_version: int, at: float) -> Trained:
-    return Trained(
-        at=at,
-        lease_ids=(lease_id,),
-        policy_version=policy_version,
-        num_steps=0,
-        selected_at=at,
-        selected_after=0,
-        prompt_hashes=(),
-    )
 
 
 def _is_dropped_at_once(before: LeaseEvent | None, event: LeaseEvent) -> bool:
