@@ -55,22 +55,12 @@ class Lost(NamedTuple):
     num_batches: int
 
     @classmethod
-    def of(cls, events: Iterable[LeaseEvent]) -> "Lost":
+    def of(cls, events: Sequence[LeaseEvent]) -> "Lost":
         """Collect the leases, turns and batches of these events."""
-        lease_ids: set[int] = set()
-        turns: set[PromptTurn] = set()
-        num_batches = 0
-        for event in events:
-            match event:
-                case Trained():
-                    lease_ids.update(event.lease_ids)
-                    num_batches += 1
-                case Granted():
-                    lease_ids.add(event.lease_id)
-                    turns.add(PromptTurn(event.prompt_id, event.epoch))
-                case Accepted() | Dropped() | Expired():
-                    lease_ids.add(event.lease_id)
-        return cls(frozenset(lease_ids), frozenset(turns), num_batches)
+        batches = [event for event in events if isinstance(event, Trained)]
+        of_one = {event.lease_id for event in events if isinstance(event, Granted | Accepted | Dropped | Expired)}
+        turns = frozenset(PromptTurn(event.prompt_id, event.epoch) for event in events if isinstance(event, Granted))
+        return cls(frozenset(of_one.union(*(batch.lease_ids for batch in batches))), turns, len(batches))
 
 
 NOTHING_LOST = Lost.of(())

@@ -38,11 +38,7 @@ _BAD_EVENTS = (
 )
 _DOUBTFUL_EVENTS = ("actor_left", "calibration_mismatch", "clip_mispredicted", "lease_expired", "noise_reaches_bounds")
 _GOOD_EVENTS = ("actor_joined", "health_cleared")
-_EVENT_TONES = {
-    event: tone
-    for events, tone in ((_BAD_EVENTS, "bad"), (_DOUBTFUL_EVENTS, "warn"), (_GOOD_EVENTS, "good"))
-    for event in events
-}
+_EVENT_TONES = dict.fromkeys(_BAD_EVENTS, "bad") | dict.fromkeys(_DOUBTFUL_EVENTS, "warn") | dict.fromkeys(_GOOD_EVENTS, "good")
 
 OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "running": "calm"}
 

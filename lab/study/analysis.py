@@ -261,11 +261,7 @@ CLAIMS = (
 
 def compare_claim(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
     """Return the differences of the claim that have a seed on every side."""
-    found: list[tuple[Contrast, estimates.Comparison]] = []
-    for difference in claim.differences:
-        compared = _compare(difference, rows)
-        if compared is not None:
-            found.append((difference, compared))
+    found = [(one, compared) for one in claim.differences if (compared := _compare(one, rows)) is not None]
     tested = [compared.p_value for _, compared in found if compared.p_value is not None]
     adjusted = iter(estimates.holm(tested))
     return [TestedContrast(*one, None if one[1].p_value is None else next(adjusted)) for one in found]

@@ -115,7 +115,8 @@ class ExactRun:
                     continue
                 points.append(_point(step + 1, self._evaluate(NUM_EVALUATED, num_each=1), since))
                 since = []
-                if why_hopeless(_evaluations(points), lag=self._lag):
+                held_out = Curve([point.step for point in points], [point.held_out for point in points])
+                if why_hopeless(held_out, lag=self._lag):
                     outcome = "hopeless"
                     break
             final = self._evaluate(len(self._held_out), num_each=NUM_FINAL_EACH)
@@ -185,10 +186,6 @@ class ExactRun:
         )
         texts = self._exact.texts(sampled)
         return statistics.fmean(prompts[index // num_each].reward(text) for index, text in enumerate(texts))
-
-
-def _evaluations(points: Sequence[Point]) -> Curve:
-    return Curve([point.step for point in points], [point.held_out for point in points])
 
 
 def _generator(seed: int, draw: int) -> torch.Generator:
