@@ -1,7 +1,7 @@
 """`offbeat drift`: the effect of staleness on a run, as drift at each policy lag and bias of the training data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -136,7 +136,7 @@ def part_head(report: length_bias.BiasReport) -> tuple[str, ...]:
 def part_rows(report: length_bias.BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
     """Return the bias report's parts as text under `part_head`, with the leases that only the learner's books know."""
     quantities = _quantities(report)
-    rows = [_part_cells(part, quantities) for part in report.parts]
+    rows = [(part.name, f"{part.count:,}", *_summaries(part, quantities)) for part in report.parts]
     if books is None:
         return rows
     unknown = ("–",) * len(quantities)
@@ -149,9 +149,11 @@ def _quantities(report: length_bias.BiasReport) -> tuple[length_bias.Quantity, .
     return (*length_bias.QUANTITIES, *length_bias.OF_EPISODES) if has_episodes else length_bias.QUANTITIES
 
 
-def _part_cells(part: length_bias.OutcomeSummary, quantities: Sequence[length_bias.Quantity]) -> tuple[str, ...]:
-    values = msgspec.structs.asdict(part)
-    return (part.name, f"{part.count:,}", *(_summary(values[name], length_bias.FORMATS[name]) for name in quantities))
+def _summaries(part: length_bias.OutcomeSummary, quantities: Sequence[length_bias.Quantity]) -> Iterator[str]:
+    distributions = msgspec.structs.asdict(part)
+    for quantity in quantities:
+        values, spec = distributions[quantity], length_bias.FORMATS[quantity]
+        yield "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"
 
 
 def comparison_rows(report: length_bias.BiasReport) -> list[tuple[str, ...]]:
@@ -182,7 +184,3 @@ def render_drift(report: DriftReport) -> RenderableType:
         *([table(COMPARISON_HEAD, tests, title="Tests of bias")] if tests else []),
         *(Text(sentence, style=style if index == 0 else "") for index, sentence in enumerate(report.verdict)),
     )
-
-
-def _summary(values: length_bias.Distribution | None, spec: str) -> str:
-    return "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"

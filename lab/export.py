@@ -38,7 +38,12 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     out = out or run / f"{'adapter' if only_adapter else 'model'}-{folder.name}"
     if out.exists():
         raise SettingError("--out", str(out), "it exists already", "Name another folder, or delete it.")
-    weights = _read_weights(folder)
+    # Imported here: torch takes a second, which a mistaken command line need not wait for.
+    from safetensors.torch import load_file
+
+    from offbeat.learner.training.trainer_state import WEIGHTS_FILE
+
+    weights = load_file(folder / WEIGHTS_FILE)
     partial = checkpoints.partial_folder(out)
     partial.mkdir(parents=True, exist_ok=True)
     (_write_adapter if only_adapter else _write_model)(config, weights, partial)
@@ -64,15 +69,6 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if damage is not None:
         raise SettingError("--step", step, f"the checkpoint is damaged: {damage}", "Export another step.")
     return folder
-
-
-def _read_weights(folder: Path) -> "dict[str, Tensor]":
-    # Imported here: torch takes a second, which a mistaken command line need not wait for.
-    from safetensors.torch import load_file
-
-    from offbeat.learner.training.trainer_state import WEIGHTS_FILE
-
-    return load_file(folder / WEIGHTS_FILE)
 
 
 def _write_model(config: Config, weights: "dict[str, Tensor]", folder: Path) -> None:

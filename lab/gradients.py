@@ -82,10 +82,6 @@ def load_candidates(records: Iterable[Record], config: Config, trained_at: dict[
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     data = config.data
     prompts = load_prompts(data.train_data, data.train_split, data, tokenizer, environment=environment_of(config)).prompts
-    return Candidates(list(_groups(records, prompts)), trained_at)
-
-
-def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Group]:
     prompt_of: dict[int, Prompt] = {}
     groups: dict[int, Group] = {}
     for record in records:
@@ -98,7 +94,7 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
                 groups.pop(event.lease_id, None)
             case _:
                 pass
-    yield from groups.values()
+    return Candidates(list(groups.values()), trained_at)
 
 
 def objective_config(config: Config, objective: str) -> Config:

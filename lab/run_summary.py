@@ -142,14 +142,12 @@ def parse_settings(text: str) -> RunSettings:
     return RunSettings(text, tomllib.loads(text))
 
 
-def _flatten(sections: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
+def _flatten(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in sections.items():
         if isinstance(value, dict):
-            pairs += _flatten(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            pairs.append((prefix + name, value if isinstance(value, str) else repr(value)))
-    return pairs
+            yield prefix + name, value if isinstance(value, str) else repr(value)
 
 
 DEPTH = 3

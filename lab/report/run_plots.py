@@ -5,7 +5,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from offbeat.common.pages import figures
 from offbeat.common.records.rows import CanaryRow, CommitRow, EvalRow, StepRow
@@ -36,13 +35,6 @@ ACTOR_WORK = {
 _NO_REWARD = "No step has been made: there is no reward to show."
 
 
-class TimeUnit(NamedTuple):
-    """The unit that wall time is plotted in."""
-
-    name: str
-    seconds: float
-
-
 # Learning
 
 
@@ -61,12 +53,12 @@ def reward_by_step(history: RunHistory) -> figures.Plot:
 
 def reward_by_time(history: RunHistory) -> figures.Plot:
     """Return the mean reward of each step over wall time, with the held-out evaluations."""
-    unit, start = time_unit(history), history.first_time or 0.0
+    (unit, unit_s), start = time_unit(history), history.first_time or 0.0
     return figures.Plot(
         "Reward by wall time",
         "The same rewards against the clock: what two runs of different staleness should be compared by.",
-        _reward_traces(history, lambda row: (row.time - start) / unit.seconds),
-        figures.plot_layout(f"wall time ({unit.name})", "reward"),
+        _reward_traces(history, lambda row: (row.time - start) / unit_s),
+        figures.plot_layout(f"wall time ({unit})", "reward"),
         missing=_NO_REWARD,
     )
 
@@ -182,10 +174,10 @@ def throughput(history: RunHistory) -> figures.Plot:
     """Return the tokens per second, generated and trained on."""
     generated = [interval for actor in history.actors.values() for interval in actor.intervals()]
     trained = history.training_intervals()
-    unit, start = time_unit(history), history.first_time or 0.0
+    (unit, unit_s), start = time_unit(history), history.first_time or 0.0
     num_bins, width = _bins(start, generated, trained)
     edges = [start + index * width for index in range(num_bins + 1)]
-    middles = [((low + width / 2) - start) / unit.seconds for low in edges[:-1]]
+    middles = [((low + width / 2) - start) / unit_s for low in edges[:-1]]
     traces = [
         figures.line_trace(middles, rate_over_time(intervals, edges), label, color)
         for intervals, label, color in ((generated, "generated", figures.GREEN), (trained, "trained", figures.BLUE))
@@ -196,7 +188,7 @@ def throughput(history: RunHistory) -> figures.Plot:
         "Completion tokens the actors sampled and the learner trained on: a lasting gap is work thrown away, "
         "or rollouts piling up.",
         traces,
-        figures.plot_layout(f"wall time ({unit.name})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","}),
+        figures.plot_layout(f"wall time ({unit})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","}),
         missing="No actor has reported and no step has been made.",
     )
 
@@ -270,12 +262,12 @@ def _stacked_bars(bars: Mapping[str, Mapping[tuple[str, str], float]]) -> list[f
     return [anchor | {"showlegend": False, "hoverinfo": "skip"}, *traces]
 
 
-def time_unit(history: RunHistory) -> TimeUnit:
-    """Return the unit for the run's wall time."""
+def time_unit(history: RunHistory) -> tuple[str, float]:
+    """Return the unit for the run's wall time, and its seconds."""
     span = (history.last_time or 0.0) - (history.first_time or 0.0)
     if span < 300:
-        return TimeUnit("s", 1.0)
-    return TimeUnit("min", 60.0) if span < 3 * 3600 else TimeUnit("h", 3600.0)
+        return "s", 1.0
+    return ("min", 60.0) if span < 3 * 3600 else ("h", 3600.0)
 
 
 # Weights

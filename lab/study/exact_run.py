@@ -40,7 +40,6 @@ MAX_ROUNDS = 4
 """Batches that are sampled for one step at most, where groups with equal rewards are dropped."""
 
 _EVALUATION_SEED = 1_000_000_007
-_NO_SECONDS = 0.0
 
 
 class TaskPrompt(NamedTuple):
@@ -166,7 +165,7 @@ class ExactRun:
             own = slice(place * rollout.group_size, (place + 1) * rollout.group_size)
             prompt = self._prompts[index]
             rollouts = [_rollout(one, prompt.reward(text), version) for one, text in zip(sampled[own], texts[own], strict=True)]
-            group = Group(first_lease + place, index, prompt.token_ids, tuple(rollouts), "exact", _NO_SECONDS)
+            group = Group(first_lease + place, index, prompt.token_ids, tuple(rollouts), "exact", generate_s=0.0)
             if self._config.loss.routing_replay == "sampled":
                 experts = self._sampler.experts(prompt.token_ids, sampled[own])
                 num_tokens, num_layers, top_k = experts.shape

@@ -135,7 +135,6 @@ class _Batch:
         self._is_alive = torch.ones(num_rows, dtype=torch.bool)
         self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
         """One entry per step: the completions that got a token, the tokens, and their log-probs."""
-        self._num_rows = num_rows
         self._ended = torch.zeros(num_rows, dtype=torch.bool)
         self._last = torch.zeros(num_rows, 1, dtype=torch.int64)
 
@@ -176,7 +175,7 @@ class _Batch:
         rows, tokens, logprobs = (torch.cat(parts) for parts in zip(*self._columns, strict=True))
         # Stable: the tokens of a completion stay in their order.
         order = rows.argsort(stable=True)
-        lengths = torch.bincount(rows, minlength=self._num_rows).tolist()
+        lengths = torch.bincount(rows, minlength=len(self._ended)).tolist()
         of_tokens = tokens[order].to(torch.int32).split(lengths)
         of_logprobs = logprobs[order].split(lengths)
         ended = self._ended.tolist()

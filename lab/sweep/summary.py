@@ -133,24 +133,17 @@ def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -
     first = plan.combinations[_reference(plan, [by_values[values] for values in plan.combinations])]
     reference = _label(plan, first)
     runs: list[SweepRun] = []
-    curves: dict[str, list[RunCurves]] = {label: [] for label in labels}
-    curves_of: dict[str, RunCurves] = {}
+    curves: dict[str, RunCurves] = {}
     for trial, config in zip(plan.trials, configs, strict=True):
         history = read_run(folder / trial.name)
         label, state, never = _label(plan, trial.values), state_of(folder / trial.name, history), Reach(None, None)
-        curves_of[trial.name] = reward_curves(history, config.train)
-        if state in ENDED:
-            curves[label].append(curves_of[trial.name])
+        curves[trial.name] = reward_curves(history, config.train)
         runs.append(SweepRun(trial.name, label, trial.seed, state, measure(history, config.train), never, never))
     goal = estimate(_numbers(_ended(runs, reference), lambda run: run.measures.final_reward))
     if goal is not None:
         runs = [
-            replace(
-                run,
-                to_margin=_reach(curves_of[run.name], goal.mean - margin),
-                to_reference=_reach(curves_of[run.name], goal.mean),
-            )
-            for run in runs
+            replace(run, to_margin=_reach(of_run, goal.mean - margin), to_reference=_reach(of_run, goal.mean))
+            for run, of_run in zip(runs, curves.values(), strict=True)
         ]
     results = {label: _result(label, _ended(runs, label)) for label in labels}
     summary = Summary(
@@ -167,7 +160,7 @@ def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -
         differences=_differences(plan, find_baselines(plan, chosen or dict(zip(plan.settings, first, strict=True))), runs),
         runs=runs,
     )
-    return Gathered(summary, curves, configs[0])
+    return Gathered(summary, {label: [curves[run.name] for run in _ended(runs, label)] for label in labels}, configs[0])
 
 
 def _label(plan: Plan, values: Sequence[str]) -> str:
