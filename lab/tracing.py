@@ -120,19 +120,21 @@ def lease_span(lease: LeaseHistory) -> TraceSpan:
     """Return a lease's history as a span, with its stages as children. The log must have its grant."""
     granted, accepted = lease.granted, lease.accepted
     assert granted is not None
-    stages = _Stages(granted.at)
+    stages: list[tuple[str, float, Mapping[str, str | int | float]]] = []
     if accepted is not None:
-        received = max(granted.at, accepted.at)
-        rewarded_from = max(granted.at, received - accepted.reward_s)
-        stages.until(max(granted.at, rewarded_from - accepted.generate_s), "wait")
-        stages.until(rewarded_from, "generate", **_generated(lease, accepted))
-        if accepted.reward_s:
-            stages.until(received, "reward")
+        rewarded_from = accepted.at - accepted.reward_s
+        stages += [("wait", rewarded_from - accepted.generate_s, {}), ("generate", rewarded_from, _generated(lease, accepted))]
+        stages += [("reward", accepted.at, {})] if accepted.reward_s else []
     if lease.trained is not None:
-        stages.until(lease.trained.selected_at, "queue")
-        stages.until(lease.trained.at, "train", step=lease.step or 0)
+        stages += [("queue", lease.trained.selected_at, {}), ("train", lease.trained.at, {"step": lease.step or 0})]
     elif lease.over is not None:
-        stages.until(lease.over.at, "queue" if accepted is not None else "wait")
+        stages.append(("queue" if accepted is not None else "wait", lease.over.at, {}))
+    spans: list[TraceSpan] = []
+    now = granted.at
+    for name, end, about in stages:
+        # No stage ends before it begins: a learner that moved may have another clock.
+        spans.append(TraceSpan(name, now, max(now, end), about))
+        now = spans[-1].end
     attributes: dict[str, str | int | float] = {
         "lease": granted.lease_id,
         "prompt": granted.prompt_id,
@@ -145,21 +147,7 @@ def lease_span(lease: LeaseHistory) -> TraceSpan:
         attributes["reason"] = lease.over.reason
     if lease.policy_lag is not None:
         attributes["policy_lag"] = lease.policy_lag
-    return TraceSpan(f"lease {granted.lease_id}", granted.at, stages.now, attributes, tuple(stages.spans))
-
-
-class _Stages:
-    """Consecutive stages, none of which ends before it begins: a learner that moved may have another clock."""
-
-    def __init__(self, start: float) -> None:
-        self.now = start
-        self.spans: list[TraceSpan] = []
-
-    def until(self, end: float, name: str, **attributes: str | int | float) -> None:
-        """Add the stage from the last one's end on."""
-        end = max(self.now, end)
-        self.spans.append(TraceSpan(name, self.now, end, attributes))
-        self.now = end
+    return TraceSpan(f"lease {granted.lease_id}", granted.at, now, attributes, tuple(spans))
 
 
 def _generated(lease: LeaseHistory, accepted: Accepted) -> dict[str, str | int | float]:

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from offbeat.lab.simulation.timings import Draws, Fleet, Timings, WorkClock
+from offbeat.lab.simulation.timings import Fleet, Timings, WorkClock, draw
 from offbeat.learner.leases.groups import LagOf
 
 
@@ -172,7 +172,7 @@ class SimulatedActors:
         self._evaluation_share = evaluation_group_size / timings.completions_s.shape[1]
         self._needs_commits = lag_of != "oldest_token"
         """True when lags are measured by more than a group's oldest version."""
-        self._rows = Draws(generator, range(len(self._group_s)))
+        self._rows = draw(generator, range(len(self._group_s)))
         self._lease_ids = count()
         self._slots = Slots(fleet.num_actors, fleet.max_inflight_groups)
         self._actors = [Actor() for _ in range(fleet.num_actors)]
@@ -231,7 +231,7 @@ class SimulatedActors:
         if not actor.num_held:
             self.num_idle -= 1
         actor.num_held += 1
-        drawn = self._rows.draw()
+        drawn = next(self._rows)
         group = SimulatedGroup(
             lease_id=next(self._lease_ids),
             actor=index,

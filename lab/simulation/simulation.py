@@ -17,16 +17,16 @@ What is assumed (`ASSUMPTIONS` says the same to the user):
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple, assert_never
 
 import numpy as np
 
 from offbeat.lab.simulation.account import Account, Scaling, Totals
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
-from offbeat.lab.simulation.timings import Draws, EventKind, Fleet, Timings, WorkClock
+from offbeat.lab.simulation.timings import EventKind, Fleet, Timings, WorkClock, draw
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
 from offbeat.learner.leases.staleness import StalenessPolicy
@@ -39,7 +39,7 @@ class WeightTransfer:
     """
 
     def __init__(
-        self, clock: WorkClock, actors: SimulatedActors, sync_s: Draws[float], *, swap_s: float, check_s: float
+        self, clock: WorkClock, actors: SimulatedActors, sync_s: Iterator[float], *, swap_s: float, check_s: float
     ) -> None:
         self._clock = clock
         self._actors = actors
@@ -75,7 +75,7 @@ class WeightTransfer:
 
     def _send(self) -> None:
         self._sending_version = self._published_version
-        self._clock.schedule_after(self._sync_s.draw(), EventKind.WEIGHTS_ARRIVE)
+        self._clock.schedule_after(next(self._sync_s), EventKind.WEIGHTS_ARRIVE)
 
 
 ASSUMPTIONS = (
@@ -130,7 +130,7 @@ class Simulation:
         self._evaluations = evaluations
         self._timings = timings
         self._weights_interval = weights_interval
-        self._train_s = Draws(of_steps, timings.train_s.tolist())
+        self._train_s = draw(of_steps, timings.train_s.tolist())
         self._clock = WorkClock(fleet.cores, timings.load)
         self._account = Account()
         self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(
@@ -145,7 +145,7 @@ class Simulation:
             generator=of_groups,
         )
         self._transfer = WeightTransfer(
-            self._clock, self._actors, Draws(of_syncs, timings.sync_s.tolist()), swap_s=timings.swap_s, check_s=timings.check_s
+            self._clock, self._actors, draw(of_syncs, timings.sync_s.tolist()), swap_s=timings.swap_s, check_s=timings.check_s
         )
         self._scaling = scaling
         self._num_starting = 0
@@ -293,7 +293,7 @@ class Simulation:
             self._is_learner_free = False
             self._waited_s = self._clock.seconds - self._free_since
             self._clock.change_busy(1)
-            train_s = sum(self._train_s.draw() for _ in range(self._policy.batch_steps))
+            train_s = sum(islice(self._train_s, self._policy.batch_steps))
             self._clock.schedule_after(train_s, EventKind.STEPS_END)
         if self._account.totals.dropped > num_dropped:
             self._grant()

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,20 +60,11 @@ class Fleet(NamedTuple):
 T = TypeVar("T")
 
 
-class Draws(Generic[T]):
-    """Values drawn with replacement, many at a time: one by one, numpy takes a microsecond and more for each."""
-
-    def __init__(self, generator: np.random.Generator, values: Sequence[T]) -> None:
-        self._generator = generator
-        self._values = values
-        self._drawn: Iterator[int] = iter(())
-
-    def draw(self) -> T:
-        """Return the next value."""
-        for index in self._drawn:
-            return self._values[index]
-        self._drawn = iter(self._generator.integers(len(self._values), size=DRAWN_AT_ONCE).tolist())
-        return self._values[next(self._drawn)]
+def draw(generator: np.random.Generator, values: Sequence[T]) -> Iterator[T]:
+    """Yield values drawn with replacement, endlessly. Many are drawn at once: a call of numpy takes a microsecond and more."""
+    while True:
+        for index in generator.integers(len(values), size=DRAWN_AT_ONCE).tolist():
+            yield values[index]
 
 
 class EventKind(Enum):
