@@ -390,11 +390,9 @@ class _ReplayedLearner:
                 self._finish(ended_at)
                 self._free_at = ended_at + self._recording.pause_s
             begins_at = max(self._free_at, self._now)
-            groups = (
-                self._scheduler.select(self._version, self._drop_stale)
-                if self._version <= self._reached and begins_at <= at
-                else []
-            )
+            if self._version > self._reached or begins_at > at:
+                return
+            groups = self._scheduler.select(self._version, self._drop_stale)
             if not groups:
                 return
             self._training = _Training(groups, None, begins_at + self._recording.train_s)

@@ -23,7 +23,7 @@ from offbeat.common.records.rows import CommitRow, PullRow, StepRow, WeightsRow
 from offbeat.common.records.run_folder import LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
-from offbeat.learner.leases.events import Accepted, Trained
+from offbeat.learner.leases.events import Trained
 from offbeat.learner.leases.log_reading import read_log
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def lease_span(lease: LeaseHistory) -> TraceSpan:
     stages: list[tuple[str, float, Mapping[str, str | int | float]]] = []
     if accepted is not None:
         rewarded_from = accepted.at - accepted.reward_s
-        stages += [("wait", rewarded_from - accepted.generate_s, {}), ("generate", rewarded_from, _generated(lease, accepted))]
+        stages += [("wait", rewarded_from - accepted.generate_s, {}), ("generate", rewarded_from, _generated(lease))]
         stages += [("reward", accepted.at, {})] if accepted.reward_s else []
     if lease.trained is not None:
         stages += [("queue", lease.trained.selected_at, {}), ("train", lease.trained.at, {"step": lease.step or 0})]
@@ -150,14 +150,14 @@ def lease_span(lease: LeaseHistory) -> TraceSpan:
     return TraceSpan(f"lease {granted.lease_id}", granted.at, now, attributes, tuple(spans))
 
 
-def _generated(lease: LeaseHistory, accepted: Accepted) -> dict[str, str | int | float]:
+def _generated(lease: LeaseHistory) -> dict[str, str | int | float]:
     lengths = lease.lengths
     attributes: dict[str, str | int | float] = {
         "policy_versions": ", ".join(map(str, lease.policy_versions)),
         "completions": len(lengths),
         "tokens": sum(lengths),
         "longest_completion": max(lengths),
-        "mean_reward": sum(completion.reward for completion in accepted.completions) / len(lengths),
+        "mean_reward": sum(lease.rewards) / len(lengths),
     }
     if lease.num_turns:
         attributes["turns"] = lease.num_turns

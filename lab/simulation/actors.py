@@ -323,7 +323,7 @@ class SimulatedActors:
             if not self._num_swaps:
                 self._clock.change_busy(self._num_not_generating)
             self._num_swaps += 1
-        if not pause_s and not self._needs_commits:
+        elif not self._needs_commits:
             return
         for index, actor in enumerate(self._actors):
             actor.settle(self._clock.now)

@@ -89,9 +89,8 @@ class ExactRun:
         self._prompts = prompts
         self._held_out = held_out
         self._lag = lag
-        path = config.model.path
-        self._sampler = ExactSampler(path, noise=noise)
-        self._exact = ExactSampler(path)
+        self._sampler = ExactSampler(config.model.path, noise=noise)
+        self._exact = ExactSampler(config.model.path)
         """Sampler for evaluations, which have no noise."""
         layout = trainer.layout()
         self._versions = [WeightBuffer(layout) for _ in range(lag + 1)]
