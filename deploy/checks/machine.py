@@ -19,7 +19,7 @@ from offbeat.common.processes.environment import COMPANIONS, launcher_number, la
 from offbeat.common.records.run_folder import check_run_folder, locked
 from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.settings.library_options import check_groups
-from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.local.devices import find_gpus
 from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need
 from offbeat.deploy.local.model_sizes import model_sizes
@@ -101,31 +101,24 @@ def _bind_problem(host: str, port: int) -> str | None:
 def check_folder(config: Config) -> Iterator[Finding]:
     """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has too little room."""
     folder = Path(config.run.dir)
-    try:
-        check_run_folder(config.run)
-        if folder.is_dir():
-            # Only looked at: the learner locks it for itself.
-            with locked(folder):
-                pass
-    except SettingError as error:
-        yield Finding("mistake", str(error))
-        return
+    check_run_folder(config.run)
+    if folder.is_dir():
+        # Only looked at: the learner locks it for itself.
+        with locked(folder):
+            pass
     there = next(parent for parent in [folder, *folder.absolute().parents] if os.path.lexists(parent))
     if not there.exists():
         problem = f"{there} is a symbolic link that leads nowhere"
-        yield mistake("run.dir", config.run.dir, problem, "Remove the link, or name a folder.")
-        return
+        raise SettingError("run.dir", config.run.dir, problem, "Remove the link, or name a folder.")
     if not there.is_dir():
-        yield mistake("run.dir", config.run.dir, f"{there} is a file", "Name a folder.")
-        return
+        raise SettingError("run.dir", config.run.dir, f"{there} is a file", "Name a folder.")
     try:
         # Rights alone do not say it: the file system may be read-only, or full.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         problem = f"{there} cannot be written ({error.strerror})"
-        yield mistake("run.dir", config.run.dir, problem, "Name a folder that you may write to.")
-        return
+        raise SettingError("run.dir", config.run.dir, problem, "Name a folder that you may write to.") from error
     free_mb = shutil.disk_usage(there).free >> 20
     if config.log.enabled and free_mb < config.log.min_free_mb:
         problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
@@ -169,16 +162,13 @@ def show_devices(config: Config) -> Iterator[Finding]:
         yield Finding("note", f"on a GPU each actor would take at least: {engine_need(config, sizes)}")
     if not inventory.gpus:
         # As above: a run that exceeds this machine may be meant for another.
-        yield from (Finding("warning" if one.kind == "mistake" else one.kind, one.text) for one in _check_cpu_memory(config))
+        found = findings_of(partial(_check_cpu_memory, config))
+        yield from (Finding("warning" if one.kind == "mistake" else one.kind, one.text) for one in found)
 
 
 def check_devices(config: Config) -> Iterator[Finding]:
     """Find a device plan that this machine cannot meet; note the plan, or why the machine's GPUs are not used."""
-    try:
-        plan, inventory = plan_of_this_machine(config)
-    except SettingError as error:
-        yield Finding("mistake", str(error))
-        return
+    plan, inventory = plan_of_this_machine(config)
     if inventory.unused:
         yield Finding("note", f"the run uses no GPU: {inventory.unused}")
     if plan is not None:
@@ -194,12 +184,7 @@ def _check_cpu_memory(config: Config) -> Iterator[Finding]:
     if sizes is None:
         return
     total, free = memory_here()
-    try:
-        (text,) = check_cpu_run(config, sizes, total_bytes=total, free_bytes=free)
-    except SettingError as error:
-        yield Finding("mistake", str(error))
-        return
-    yield Finding("note", text)
+    yield from (Finding("note", text) for text in check_cpu_run(config, sizes, total_bytes=total, free_bytes=free))
 
 
 def memory_here(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[float, float]:
@@ -213,26 +198,19 @@ def memory_here(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[float,
     return total, min(total, float(memory.available))
 
 
-def check_groups_of_processes(config: Config) -> Iterator[Finding]:
+def check_groups_of_processes(config: Config) -> None:
     """Find a number of learner processes that cannot be divided into groups that share packs."""
-    try:
-        check_groups(config.train.sequence_parallel_size, num_processes=config.launch.learner_processes)
-    except SettingError as error:
-        yield Finding("mistake", str(error))
+    check_groups(config.train.sequence_parallel_size, num_processes=config.launch.learner_processes)
 
 
-def check_variables(config: Config) -> Iterator[Finding]:
+def check_variables(config: Config) -> None:
     """Find values of a distributed launcher's variables that no launcher sets."""
-    for read in (launcher_rank, partial(launcher_number, "LOCAL_RANK", 0)):
-        try:
-            read()
-        except SettingError as error:
-            yield Finding("mistake", str(error))
-            return
-    yield from _check_master_address()
+    launcher_rank()
+    launcher_number("LOCAL_RANK", 0)
+    _check_master_address()
 
 
-def _check_master_address() -> Iterator[Finding]:
+def _check_master_address() -> None:
     """Find an address of rank 0 that ranks on other machines cannot reach: its own loopback."""
     host = os.environ.get("MASTER_ADDR", "")
     # torchrun's name for the processes of one machine, and DeepSpeed's.
@@ -244,13 +222,12 @@ def _check_master_address() -> Iterator[Finding]:
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except socket.gaierror as error:
-        yield mistake(setting, host, f"the host is not known ({error.strerror})", cure)
-        return
+        raise SettingError(setting, host, f"the host is not known ({error.strerror})", cure) from error
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         problem = (
             f"to this machine it is its own loopback ({', '.join(sorted(addresses))}), and ranks run on other machines too"
         )
-        yield mistake(setting, host, problem, cure)
+        raise SettingError(setting, host, problem, cure)
 
 
 def check_companions(config: Config) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.settings.library_options import RESERVED
 from offbeat.common.user_code.external_environment import interpreter
 from offbeat.deploy.checks import machine
-from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.checks.inputs import check_hub_names, check_inputs, check_rows
 from offbeat.deploy.checks.model_folders import check_engine_model, check_model, check_reference
 from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
@@ -139,7 +139,7 @@ def _run(check: Callable[[], Iterable[Finding]], writer: int, parent: int) -> No
     failure = None
     try:
         die_with_parent(parent)
-        findings.extend(check())
+        findings.extend(findings_of(check))
     except BaseException as error:  # noqa: BLE001, the user's code runs here, and the fork must end here
         failure = one_line(error)
     with os.fdopen(writer, "wb") as stream:
@@ -161,8 +161,7 @@ def check_engine_options(config: Config) -> Iterator[Finding]:
     engine = engine_here(config)
     if name == "vllm" != engine:
         cure = 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".'
-        yield mistake("actor.engine", name, "vLLM is not installed", cure)
-        return
+        raise SettingError("actor.engine", name, "vLLM is not installed", cure)
     if not config.actor.engine_options:
         return
     declared = declared_options(engine)
@@ -221,7 +220,7 @@ def check_episodes(config: Config) -> Iterator[Finding]:
 
 
 Command = Literal["check", "train", "learner", "actor", "join"]
-Check = Callable[[Config], Iterable[Finding]]
+Check = Callable[[Config], Iterable[Finding] | None]
 LOOK_S = 120.0
 """Longest time for the checks that run apart. The quick start takes 3 s; much data takes longer."""
 REWARD_S = 20.0
@@ -265,9 +264,9 @@ def look(config: Config, command: Command) -> list[str]:
     # The slow ones first: they run beside the others.
     inputs = _start_inputs(config, command)
     functions = _start_functions(config, command)
-    findings = _contradictions(config, command)
+    findings = [*findings_of(partial(_contradictions, config, command))]
     for one in _CHECKS[command]:
-        findings += one(config)
+        findings += findings_of(partial(one, config))
     if inputs is not None:
         findings += inputs.findings()
     if functions is not None:
@@ -282,15 +281,11 @@ def look(config: Config, command: Command) -> list[str]:
     return [finding.text for finding in findings if finding.kind == "note"]
 
 
-def _contradictions(config: Config, command: Command) -> list[Finding]:
-    if command == "join":
-        # They lack what only the learner has, and the learner has checked them.
-        return []
-    check_settings = check if command == "actor" else check_before_run
-    try:
-        return [Finding("warning", text) for text in check_settings(config)]
-    except SettingError as error:
-        return [Finding("mistake", text) for text in error.texts]
+def _contradictions(config: Config, command: Command) -> Iterator[Finding]:
+    # The settings of `join` lack what only the learner has, and the learner has checked them.
+    if command != "join":
+        check_settings = check if command == "actor" else check_before_run
+        yield from (Finding("warning", text) for text in check_settings(config))
 
 
 def _start_inputs(config: Config, command: Command) -> Apart | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from offbeat.common.errors import SettingError, one_line
+from offbeat.common.errors import one_line
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.common.settings.judge_checks import is_address
 from offbeat.deploy.checks.findings import Finding, mistake
@@ -66,11 +66,7 @@ def check_judge_server(config: Config) -> Iterator[Finding]:
     # Imported here: runs without a judge need no HTTP client.
     from offbeat.actor.judges.client import headers_of
 
-    try:
-        headers = headers_of(judge)
-    except SettingError as error:
-        yield Finding("mistake", str(error))
-        return
+    headers = headers_of(judge)
     yield from _check_cache(judge)
     problem = _problem(judge, headers)
     if problem:

@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,40 +36,32 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 
 def learner_functions(config: Config) -> list[str]:
     """Return the settings that name functions that the learner calls."""
-    functions = {
-        "data.curriculum": config.data.curriculum,
-        "reward.length_penalty": config.reward.length_penalty,
-        "loss.function": config.loss.function,
-        "loss.correction": own_functions(config.loss.correction),
-        "advantage.function": config.advantage.function,
-        "evaluation.function": config.evaluation.function,
-        "metrics.callback": config.metrics.callback,
-    }
-    return [setting for setting, function in functions.items() if function]
+    return list(dict.fromkeys(setting for setting, path, _ in _learner_calls(config) if path))
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
-    """Find functions of the learner that cannot be imported, take other parameters, or fail on stand-ins.
-
-    The callback is not called: it may tell somebody.
-    """
-    reward, loss, advantage = config.reward, config.loss, config.advantage
-    rewards = np.arange(2 * config.rollout.group_size, dtype=np.float64).reshape(2, -1)
-    checks: tuple[tuple[bool, Callable[[], object]], ...] = (
-        (bool(config.data.curriculum), lambda: _call_curriculum(config)),
-        (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
-        (bool(loss.function), lambda: _call_loss(loss.function)),
-        *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
-        (bool(advantage.function), lambda: load_advantage(advantage.function)(rewards)),
-        (bool(config.evaluation.function), lambda: _call_evaluation(config)),
-        (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
-    )
-    for is_set, call in checks:
+    """Find functions of the learner that cannot be imported, take other parameters, or fail on stand-ins."""
+    for _, path, call in _learner_calls(config):
         try:
-            if is_set:
-                call()
+            if path:
+                call(path)
         except SettingError as error:
             yield Finding("mistake", str(error))
+
+
+def _learner_calls(config: Config) -> tuple[tuple[str, str, Callable[[str], object]], ...]:
+    """Return each setting that may name a function, the name, which may be empty, and what tries the function."""
+    rewards = np.arange(2 * config.rollout.group_size, dtype=np.float64).reshape(2, -1)
+    return (
+        ("data.curriculum", config.data.curriculum, lambda _: _call_curriculum(config)),
+        ("reward.length_penalty", config.reward.length_penalty, load_length_penalty),
+        ("loss.function", config.loss.function, _call_loss),
+        *(("loss.correction", path, _call_correction) for path in own_functions(config.loss.correction)),
+        ("advantage.function", config.advantage.function, lambda path: load_advantage(path)(rewards)),
+        ("evaluation.function", config.evaluation.function, lambda _: _call_evaluation(config)),
+        # Not called: it may tell somebody.
+        ("metrics.callback", config.metrics.callback, load_callback),
+    )
 
 
 def check_functions(config: Config) -> Iterator[Finding]:
@@ -85,22 +76,18 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
 
     An environment is only imported: it needs a model to play with.
     """
-    try:
-        if (environment := environment_of(config)).is_external:
-            check_external(environment)
-            return
-        if config.task.environment:
-            function, parser = load_environment(config.task.environment), config.environment.tool_parser
-            asyncio.run(offer_tools(function, config.task.environment, config.data.template_arguments, parser))
-            yield from _check_sandbox("task.environment")
-            return
-        reward = load_reward(config.task.reward)
-        yield from (findings := list(_check_sandbox("task.reward")))
-        prompt = first_prompt(config) if calls and not findings else None
-    except SettingError as error:
-        # Mistakes in the data are told twice, and shown once.
-        yield Finding("mistake", str(error))
+    if (environment := environment_of(config)).is_external:
+        check_external(environment)
         return
+    if config.task.environment:
+        function, parser = load_environment(config.task.environment), config.environment.tool_parser
+        asyncio.run(offer_tools(function, config.task.environment, config.data.template_arguments, parser))
+        yield from _check_sandbox("task.environment")
+        return
+    reward = load_reward(config.task.reward)
+    yield from (findings := list(_check_sandbox("task.reward")))
+    # Mistakes in the data are told twice, and shown once.
+    prompt = first_prompt(config) if calls and not findings else None
     if prompt is None:
         return
     sample = Sample(prompt[0], STAND_IN, prompt[1], np.arange(len(STAND_IN), dtype=np.int32), "stop", is_evaluation=False)

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from offbeat.common.settings.config import Config, JudgeSection
+from offbeat.deploy.checks.findings import findings_of
 from offbeat.deploy.checks.remote_services import check_judge_server
 from tests.actor.judges.fake_judge import Answer, serving
 
 
 def found(url: str, **settings: Any) -> list[tuple[str, str]]:
     config = Config(judge=JudgeSection(url=url, model=settings.pop("model", "grader"), **settings))
-    return [(finding.kind, finding.text) for finding in check_judge_server(config)]
+    return [(finding.kind, finding.text) for finding in findings_of(lambda: check_judge_server(config))]
 
 
 def test_judge_that_answers_and_has_the_model_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
