@@ -107,17 +107,21 @@ def check_hub_names(config: Config, kind_of_missing: Literal["mistake", "warning
         yield Finding("warning" if close or "/" not in name else "note", text + hint)
 
 
-def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
-    """Return the text and the fields of the first training row; None where the data is not on this machine."""
-    data = config.data
-    return _first_prompt(config, "data.train_data", data.train_data, data.train_split)
+def first_prompt(config: Config, *, held_out: bool = False) -> tuple[str, dict[str, Any]] | None:
+    """Return the text and the fields of the first row to train on, or of the first set of held-out ones.
 
-
-def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
-    """Return the text and the fields of the first held-out row; None where the data is not on this machine."""
-    data = config.data
-    for name, source in eval_sets(data).items():
-        return _first_prompt(config, eval_setting(name), source, data.eval_split)
+    None where there is none, or the data is not on this machine.
+    """
+    found = [one for one in _sources(config) if (one[0] != "data.train_data") == held_out]
+    if not found or not is_local_data(found[0][1]):
+        return None
+    setting, source, split = found[0]
+    # Not rendered: a reward does not see the template.
+    for row in islice(read_rows(source, split, setting, environment_of(config)), 1):
+        prompt = row.fields.get(config.data.prompt_field)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+            prompt = prompt[-1].get("content")
+        return (prompt, row.fields) if isinstance(prompt, str) else None
     return None
 
 
@@ -129,18 +133,6 @@ def count_tasks(config: Config) -> Counter[str]:
     rows = read_rows(data.train_data, data.train_split, "data.train_data", environment_of(config))
     # Other checks tell rows without a task.
     return Counter(name for row in rows if isinstance(name := row.fields.get(data.task_field), str))
-
-
-def _first_prompt(config: Config, setting: str, source: str, split: str) -> tuple[str, dict[str, Any]] | None:
-    # Not rendered: a reward does not see the template.
-    if not is_local_data(source):
-        return None
-    for row in islice(read_rows(source, split, setting, environment_of(config)), 1):
-        prompt = row.fields.get(config.data.prompt_field)
-        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-            prompt = prompt[-1].get("content")
-        return (prompt, row.fields) if isinstance(prompt, str) else None
-    return None
 
 
 def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:

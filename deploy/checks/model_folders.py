@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import config_obstacle, find_config
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.library_options import SETTING, check_heads
-from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.local.devices import find_gpus
 from offbeat.deploy.local.model_sizes import EAGER_TYPES
 from offbeat.deploy.local.plan import engine_here
@@ -51,7 +50,7 @@ def check_model(config: Config) -> Iterator[Finding]:
     if fields is not None:
         yield from _check_positions(config, fields)
         yield from _check_packing(config, fields)
-        yield from _check_heads(config, fields)
+        yield from findings_of(functools.partial(_check_heads, config, fields))
     yield from _check_adapter(config, tensors)
 
 
@@ -226,15 +225,12 @@ def _check_packing(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("note", text)
 
 
-def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+def _check_heads(config: Config, fields: dict[str, Any]) -> None:
     text = _text_fields(fields)
     num_heads = text.get("num_attention_heads")
     num_key_heads = text.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(num_key_heads, int):
-        try:
-            check_heads(config.train.sequence_parallel_size, num_heads=num_heads, num_key_heads=num_key_heads)
-        except SettingError as error:
-            yield Finding("mistake", str(error))
+        check_heads(config.train.sequence_parallel_size, num_heads=num_heads, num_key_heads=num_key_heads)
 
 
 SMALLEST_FLOAT32_HEAD = 16

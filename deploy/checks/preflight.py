@@ -20,17 +20,16 @@
 import ast
 import importlib.util
 import logging
+import multiprocessing
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from offbeat.common.errors import SettingError, SeveralSettingsError, one_line
 from offbeat.common.processes.shutdown import die_with_parent
@@ -51,7 +50,6 @@ from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 1 << 16
 _SAY_INTERVAL_S = 5.0
 """Interval of the line that says which check is still running."""
 _MOST_PATIENCE = 6.0
@@ -65,65 +63,45 @@ class Apart:
         self._name = name
         self._started = time.monotonic()
         self._limit_s = limit_s * _patience()
-        reader, writer = os.pipe()
+        self._answer, theirs = multiprocessing.Pipe(duplex=False)
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(reader)
-            _run(check, writer, parent)
+            self._answer.close()
+            _run(check, theirs, parent)
         # Both processes set it: whichever is first, the group is there before it is needed.
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(self._pid, self._pid)
-        os.close(writer)
-        self._reader = reader
+        theirs.close()
 
     def findings(self) -> list[Finding]:
         """Return what the check found; a warning where it died, did not work, or had not ended within its time."""
-        content = b""
-        said = self._started
         try:
-            while True:
-                now = time.monotonic()
-                ends = self._started + self._limit_s
-                if select.select([self._reader], [], [], max(0.0, min(ends, said + _SAY_INTERVAL_S) - now))[0]:
-                    part = os.read(self._reader, _READ_BYTES)
-                    if not part:
-                        break
-                    content += part
-                elif time.monotonic() >= ends:
+            while not self._answer.poll(max(0.0, min(_SAY_INTERVAL_S, self._limit_s - self._seconds()))):
+                if self._seconds() >= self._limit_s:
                     cure = "Repeat it with `offbeat check`; a busy machine has more time there."
                     return [self._unchecked(f"it took longer than {self._limit_s:.0f} s", cure)]
-                else:
-                    said = time.monotonic()
-                    logger.info(
-                        "still checking %s, %.0f s so far, at most %.0f s", self._name, said - self._started, self._limit_s
-                    )
+                logger.info("still checking %s, %.0f s so far, at most %.0f s", self._name, self._seconds(), self._limit_s)
+            found, failure = self._answer.recv()
+        except EOFError:
+            return [self._unchecked("the check's process ended", "")]
         finally:
             self._end()
-        if not content:
-            return [self._unchecked("the check's process ended", "")]
-        answer = msgspec.json.decode(content, type=_Answer)
-        failed = [] if answer.failure is None else [self._unchecked(answer.failure, "")]
-        return [*answer.findings, *failed]
+        return found if failure is None else [*found, self._unchecked(failure, "")]
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
 
     def _unchecked(self, reason: str, cure: str) -> Finding:
         text = f"{self._name} could not be checked ({reason}): its mistakes will only show after the start."
         return Finding("warning", f"{text} {cure}".strip())
 
     def _end(self) -> None:
-        os.close(self._reader)
+        self._answer.close()
         # The group: a reward may have started processes.
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """The result of a check in a forked process."""
-
-    findings: list[Finding]
-    failure: str | None = None
-    """The error that ended the check early."""
 
 
 def _patience() -> float:
@@ -131,8 +109,11 @@ def _patience() -> float:
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_PATIENCE)
 
 
-def _run(check: Callable[[], Iterable[Finding]], writer: int, parent: int) -> None:
-    """Run a check in the forked process, send what it found, and end the process without any cleaning up."""
+def _run(check: Callable[[], Iterable[Finding]], answer: Connection, parent: int) -> None:
+    """Run a check in the forked process, send what it found, and end the process without any cleaning up.
+
+    Sends the findings, and the error that ended the check early, None without one.
+    """
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     findings: list[Finding] = []
@@ -142,8 +123,7 @@ def _run(check: Callable[[], Iterable[Finding]], writer: int, parent: int) -> No
         findings.extend(findings_of(check))
     except BaseException as error:  # noqa: BLE001, the user's code runs here, and the fork must end here
         failure = one_line(error)
-    with os.fdopen(writer, "wb") as stream:
-        stream.write(msgspec.json.encode(_Answer(findings, failure)))
+    answer.send((findings, failure))
     os._exit(0)
 
 

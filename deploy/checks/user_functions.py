@@ -20,7 +20,7 @@ from offbeat.common.user_code.callback import load_callback
 from offbeat.common.user_code.environment_function import load_environment, offer_tools
 from offbeat.common.user_code.external_environment import check_external
 from offbeat.deploy.checks.findings import Finding, mistake
-from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
+from offbeat.deploy.checks.inputs import count_tasks, first_prompt
 from offbeat.learner.curriculum import OwnCurriculum
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
 from offbeat.learner.leases.groups import task_results
@@ -175,7 +175,7 @@ def _call_curriculum(config: Config) -> None:
 
 def _call_evaluation(config: Config) -> None:
     function = load_evaluation(config.evaluation.function)
-    held_out = first_held_out(config)
+    held_out = first_prompt(config, held_out=True)
     if held_out is None:
         return
     data_set = next(iter(eval_sets(config.data)))
