@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -118,18 +118,25 @@ def run_sweep(
 
     Returns the exit status: 0, 1 when a run failed, 130 when asked to stop. Raises `SettingError`, and starts nothing, when
     another sweep makes one of the runs.
+
+    Waits for: the ends of runs. A signal ends all of them in order, as does an error in one of their threads.
     """
+    run = partial(_run, stop=stop, program=program, stops_hopeless=stops_hopeless)
+    free: queue.SimpleQueue[MachinePart] = queue.SimpleQueue()
+    for place in places:
+        free.put(place)
+    num_failed = 0
     with contextlib.ExitStack() as locks:
         todo = [trial for trial in trials if _take(trial, locks)]
         num_before = len(trials) - len(todo)
         if num_before:
             say(f"{num_before}/{len(trials)} runs are done already")
-        run = partial(_run, stop=stop, program=program, stops_hopeless=stops_hopeless)
-        num_failed = 0
-        with contextlib.closing(_run_trials(todo, places, run, stop, num_before=num_before)) as ends:
-            for text, has_failed in ends:
-                say(text)
-                num_failed += has_failed
+        with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
+            for done in run_jobs(todo, lambda trial: threads.submit(run, trial, free), stop, num_at_once=len(places)):
+                history = plan.read_run(done.job.folder)
+                text = _describe_end(done.job, done.result, history)
+                say(f"{num_before + done.number}/{len(trials)} {text}{'' if stop else done.left}")
+                num_failed += not plan.has_ended(done.job.folder, history) and not stop
                 # Another shard may be writing it; the last one will have all runs.
                 with contextlib.suppress(FolderBusyError), alone_in(folder, name=REPORT_LOCK):
                     write_report()
@@ -160,33 +167,6 @@ def _take(trial: SweepTrial, locks: contextlib.ExitStack) -> bool:
     return True
 
 
-def _run_trials(
-    todo: Sequence[SweepTrial],
-    places: Sequence[MachinePart],
-    run: Callable[[SweepTrial, MachinePart], RunEnd],
-    stop: StopRequest,
-    *,
-    num_before: int,
-) -> Generator[tuple[str, bool]]:
-    """Make the runs; yield for each that ends the line to say, and whether it has failed.
-
-    Waits for: the ends of runs. A signal ends all of them in order, as does an error in one of their threads.
-    """
-    free: queue.SimpleQueue[MachinePart] = queue.SimpleQueue()
-    for place in places:
-        free.put(place)
-    with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
-        for done in run_jobs(todo, lambda trial: threads.submit(_run_at, trial, free, run), stop, num_at_once=len(places)):
-            trial, end = done.job, done.result
-            history = plan.read_run(trial.folder)
-            reward = final_reward(history)
-            outcome = _outcome(trial, history, end.status)
-            parts = [outcome, *([] if reward is None else [f"reward {reward:.3g}"]), duration(end.seconds)]
-            place = f"{num_before + done.number}/{num_before + len(todo)}"
-            text = f"{place} {trial.name.replace('/', ' ')}: {', '.join(parts)}{'' if stop else done.left}"
-            yield text, not plan.has_ended(trial.folder, history) and not stop
-
-
 @contextlib.contextmanager
 def _stopping(stop: StopRequest) -> Iterator[None]:
     """Ask the runs under way to stop when an error leaves the context."""
@@ -197,31 +177,29 @@ def _stopping(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _run_at(
-    trial: SweepTrial, free: queue.SimpleQueue[MachinePart], run: Callable[[SweepTrial, MachinePart], RunEnd]
+def _run(
+    trial: SweepTrial,
+    free: queue.SimpleQueue[MachinePart],
+    *,
+    stop: StopRequest,
+    program: Sequence[str],
+    stops_hopeless: bool,
 ) -> RunEnd:
-    """Run one trial at a free place, of which there are as many as runs at a time."""
-    place = free.get_nowait()
-    try:
-        place.enter()
-        return run(trial, place)
-    finally:
-        free.put(place)
-
-
-def _run(trial: SweepTrial, place: MachinePart, *, stop: StopRequest, program: Sequence[str], stops_hopeless: bool) -> RunEnd:
-    """Run one trial to its end, until a signal, or until it is hopeless.
+    """Run one trial at a free place to its end, until a signal, or until it is hopeless.
 
     Waits for: the end of its process, looking every `LOOK_S`; `STOP_S` once it was asked to stop.
     """
     started = time.monotonic()
-    if not _can_resume(trial):
-        _clean(trial)
+    # There are as many places as runs at a time.
+    place = free.get_nowait()
     run = Service(trial.name, RestartBudget(0), FreshStarts(program))
-    run.start([ProcessStart(_arguments(trial), place.environment, trial.folder / LOG_FILE)])
     judge = _Judge(trial) if stops_hopeless else None
     kill_at: float | None = None
     try:
+        place.enter()
+        if not _can_resume(trial):
+            _clean(trial)
+        run.start([ProcessStart(_arguments(trial), place.environment, trial.folder / LOG_FILE)])
         while run.status is None and (kill_at is None or time.monotonic() < kill_at):
             if kill_at is None and (reason := _why_stop(trial, stop, judge)) is not None:
                 logger.info("%s: asking %s to stop", reason, trial.name)
@@ -230,6 +208,7 @@ def _run(trial: SweepTrial, place: MachinePart, *, stop: StopRequest, program: S
             time.sleep(LOOK_S)
     finally:
         run.kill()
+        free.put(place)
     return RunEnd(run.status or 0, time.monotonic() - started)
 
 
@@ -286,6 +265,13 @@ def _clean(trial: SweepTrial) -> None:
             shutil.rmtree(path)
         elif path.name not in (plan.CONFIG_FILE, LOG_FILE, LOCK_FILE):
             path.unlink()
+
+
+def _describe_end(trial: SweepTrial, end: RunEnd, history: RunHistory) -> str:
+    """Return how a run has ended, with its reward if it has one, and how long it took."""
+    reward = final_reward(history)
+    parts = [_outcome(trial, history, end.status), *([] if reward is None else [f"reward {reward:.3g}"]), duration(end.seconds)]
+    return f"{trial.name.replace('/', ' ')}: {', '.join(parts)}"
 
 
 def _outcome(trial: SweepTrial, history: RunHistory, status: int) -> str:
