@@ -47,8 +47,8 @@ CONFIG_MAP, ALLOWED_MAP = "run-config", "allowed-keys"
 LEARNER_SECRET, ACTOR_SECRET = "learner-keys", "actor-keys"
 CLAIM = "runs"
 RECONCILER = "reconciler"
-TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""Folder in which programs look for the account that they may use the cluster with."""
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Folder with the token, the namespace and the certificate of the cluster, in pods that may use the cluster."""
 STARTING_S = 1800
 """Longest time in which a service starts: it downloads and loads a model, and compiles."""
 PERIOD_S = 10
@@ -123,7 +123,7 @@ def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Docum
     folder = run_folder(config)
     waiting = f'until [ -e {folder}/config.toml ]; do sleep 1; done\nexec "$@"'
     command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", folder, "--on", "kubernetes"]
-    token = _mount("token", TOKEN)
+    token = _mount("token", str(ACCOUNT))
     return _container(RECONCILER, image, command, [*mounts, token], PodOptions({"cpu": "100m", "memory": "512Mi"}))
 
 
@@ -215,8 +215,6 @@ def _token() -> Document:
     }
 
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder with the token, the namespace and the certificate of the cluster, in pods that may use the cluster."""
 ANSWER_S = 10.0
 SHOWN_CHARACTERS = 300
 

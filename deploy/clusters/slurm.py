@@ -99,12 +99,13 @@ def learner_script(config: Config, places: ScriptPaths, settings: Iterable[str],
 # A job that is requeued, or submitted again, goes on from the newest checkpoint and the rollout log.
 {_directives(places, "learner", "learner-%j.log", NOTICE_S, options)}
 # exec: signals of Slurm reach the learner, not a shell that waits for it.
-exec {_program(config.launch.learner_processes)} learner {_words([places.config, *settings, *moving_settings(config)])}
+exec {_program(config.launch.learner_processes)} learner {shlex.join([str(places.config), *settings, *moving_settings(config)])}
 """
 
 
 def actors_script(config: Config, places: ScriptPaths, settings: Iterable[str], options: Iterable[str]) -> str:
     """Return the text of `actors.sbatch`."""
+    words = shlex.join([str(places.config), *settings])
     return f"""\
 #!/bin/bash
 # The actors of the run {places.run}, written by `offbeat deploy slurm`. Each task of the array is one actor.
@@ -115,7 +116,7 @@ def actors_script(config: Config, places: ScriptPaths, settings: Iterable[str], 
 #SBATCH --array=0-{actors_wanted(config) - 1}
 {_directives(places, "actors", "actor-%A-%a.log", notice_s(config), options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
-exec {_program(1)} actor {_words([places.config, *settings])} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
+exec {_program(1)} actor {words} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """
 
 
@@ -162,17 +163,13 @@ def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:
 
 def _program(num_processes: int) -> str:
     if num_processes == 1:
-        return _words(PROGRAM)
+        return shlex.join(PROGRAM)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m", PROGRAM[2]]
-    return _words([sys.executable, *ranks])
+    return shlex.join([sys.executable, *ranks])
 
 
-def _words(words: Iterable[object]) -> str:
-    return " ".join(_word(word) for word in words)
-
-
-def _word(word: object) -> str:
-    return shlex.quote(str(word))
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 # The pool
@@ -228,7 +225,9 @@ def open_pool(config: Config, place: str) -> SlurmPool:
 
 def parse_queue(text: str) -> list[Instance]:
     """Return the actors in the output of squeue, whose lines are array, task, state and comment; oldest first."""
-    rows = sorted((int(job), int(task), state, comment) for job, task, state, comment in _tasks(text))
+    # A comment may have blanks, and a job outside of an array has no task.
+    lines = [line.split(maxsplit=3) for line in text.splitlines()]
+    rows = sorted((int(job), int(task), state, comment) for job, task, state, comment in lines if task.isdigit())
     return [Instance(f"{FLEET}-{job}-{task}", _state(state, comment)) for job, task, state, comment in rows]
 
 
@@ -245,12 +244,6 @@ def notice_warning(slurm_config: str, needed_s: float) -> str | None:
         f"(actor.leave_within_s, then the learner's answer): what it has not handed over by then is generated again. Set "
         f"actor.leave_within_s or hub.dead_after_s lower, or ask for a longer KillWait."
     )
-
-
-def _tasks(text: str) -> list[tuple[str, str, str, str]]:
-    """Return the columns of each line; a comment may have blanks, and a job outside of an array has no task."""
-    rows = [line.split(maxsplit=3) for line in text.splitlines()]
-    return [(job, task, state, comment) for job, task, state, comment in rows if task.isdigit()]
 
 
 def _state(state: str, comment: str) -> Literal["starting", "working", "leaving"]:
