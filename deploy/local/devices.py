@@ -26,10 +26,6 @@ class Device(NamedTuple):
     is_divided: bool = False
     """The GPU is in MIG mode: processes can use only its instances."""
 
-    @property
-    def is_instance(self) -> bool:
-        return self.uuid.startswith("MIG-")
-
 
 class Gpu(NamedTuple):
     """A GPU that a process of the run may be given."""

@@ -86,13 +86,29 @@ class WarmStarts:
 
     def prepare(self) -> None:
         """Begin what can be done before it is known which processes will start; do not wait for anything."""
-        if self._socket is None:
-            self._socket = self._launch()
+        if self._socket is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        logger.info("preloading libraries for all services")
+        # Before the first import: numpy's threads would be lost in a fork.
+        environment = {**with_cpu_defaults(os.environ), PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
+        command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
+        if self._output is not None:
+            self._output.close()
+        self._output = output = tempfile.TemporaryFile()  # noqa: SIM115, read when a fork fails
+        with theirs:
+            self._warm = subprocess.Popen(
+                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdout=output, stderr=output
+            )
+        self._has_forked = False
+        self._socket = ours
 
     def start(self, start: ProcessStart) -> "Process":
         """Start a process; do not wait for anything."""
-        if self._warm is not None and self._warm.poll() is not None:
-            self._note_end(self._warm.returncode)
+        if self._warm is not None and (status := self._warm.poll()) is not None:
+            self.close()
+            self._is_useless = not self._has_forked
+            logger.warning("the process that services are forked from has ended with status %d", status)
         if self._is_useless:
             return self._fresh.start(start)
         self.prepare()
@@ -135,12 +151,6 @@ class WarmStarts:
         )
         return self._fresh.start(start)
 
-    def _note_end(self, status: int) -> None:
-        self.close()
-        if not self._has_forked:
-            self._is_useless = True
-        logger.warning("the process that services are forked from has ended with status %d", status)
-
     def _last_line(self) -> str:
         """Return the last line of the newest warm process's output, "" where it said nothing."""
         if self._output is None:
@@ -148,22 +158,6 @@ class WarmStarts:
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - MAX_WORDS_BYTES))
         lines = self._output.read().decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
-
-    def _launch(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        logger.info("preloading libraries for all services")
-        # Before the first import: numpy's threads would be lost in a fork.
-        environment = {**with_cpu_defaults(os.environ), PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
-        command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
-        if self._output is not None:
-            self._output.close()
-        self._output = output = tempfile.TemporaryFile()  # noqa: SIM115, read when a fork fails
-        with theirs:
-            self._warm = subprocess.Popen(
-                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdout=output, stderr=output
-            )
-        self._has_forked = False
-        return ours
 
 
 class ForkedProcess:

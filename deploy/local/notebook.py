@@ -31,9 +31,8 @@ from offbeat.common.records.run_folder import PROGRAM_LOGS, not_writable, read_r
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.deploy.cli.arguments import QUICKSTART, load_config
 from offbeat.deploy.local.starts import PROGRAM
-from offbeat.deploy.operating.link import ask, open_link_to
+from offbeat.deploy.operating.link import ask_status, open_link_to
 from offbeat.lab.run_summary import read_end
-from offbeat.protocols.messages import StatusReport, StatusRequest
 
 LOOK_S = 0.1
 """Seconds between two looks at the run's files."""
@@ -125,8 +124,7 @@ class Run:
             return msgspec.to_builtins(ended)
         try:
             hub = read_run_config(self.folder).hub
-            with open_link_to(hub, "operator")() as link:
-                return msgspec.to_builtins(ask(link, hub.address, StatusRequest(), StatusReport))
+            return msgspec.to_builtins(ask_status(open_link_to(hub, "operator"), hub.address))
         except (ServiceError, SettingError) as error:
             raise RunError(str(error)) from None
 

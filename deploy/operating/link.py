@@ -65,7 +65,11 @@ class StatusPoll:
     """Asks the learner for its status every `ASK_S`; without an operator's key it asks nothing."""
 
     def __init__(self, config: Config) -> None:
-        self._link = _open_link(config)
+        self._link: Link | None = None
+        try:
+            self._link = open_link_to(config.hub, OPERATOR)()
+        except SettingError as error:
+            logger.info("scale.actors will not be followed, because the launcher has no operator's key: %s", error)
         self._asked_at = -ASK_S
         self._problem = ""
 
@@ -95,11 +99,3 @@ class StatusPoll:
         if problem != self._problem:
             logger.warning("scale.actors is not followed, because the learner does not answer: %s", problem)
         self._problem = problem
-
-
-def _open_link(config: Config) -> Link | None:
-    try:
-        return open_link_to(config.hub, OPERATOR)()
-    except SettingError as error:
-        logger.info("scale.actors will not be followed, because the launcher has no operator's key: %s", error)
-        return None
