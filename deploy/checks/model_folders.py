@@ -48,9 +48,10 @@ def check_model(config: Config) -> Iterator[Finding]:
         # Found above already.
         return
     if fields is not None:
-        yield from _check_positions(config, fields)
-        yield from _check_packing(config, fields)
-        yield from findings_of(functools.partial(_check_heads, config, fields))
+        text = _text_fields(fields)
+        yield from _check_positions(config, text)
+        yield from _check_packing(config, text)
+        yield from findings_of(functools.partial(_check_heads, config, text))
     yield from _check_adapter(config, tensors)
 
 
@@ -64,7 +65,7 @@ def check_engine_model(config: Config) -> Iterator[Finding]:
         # Found by the check of the folder.
         return
     yield from _check_architecture(config, fields)
-    yield from _check_head_size(config, fields)
+    yield from _check_head_size(config, _text_fields(fields))
 
 
 @functools.cache
@@ -203,8 +204,7 @@ def _text_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return text if isinstance(text, dict) else fields
 
 
-def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
-    text = _text_fields(fields)
+def _check_positions(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
     positions = text.get("max_position_embeddings")
     # A model with scaled positions may be used beyond the length it states.
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -214,19 +214,18 @@ def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding
         yield mistake("model.max_length", config.model.max_length, problem, f"Set model.max_length={positions} or less.")
 
 
-def _check_packing(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+def _check_packing(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
     """Find ranks that are to share packs of a model without packs; what only its modules show is found when it is loaded."""
-    obstacle = config_obstacle(_text_fields(fields))
+    obstacle = config_obstacle(text)
     size = config.train.sequence_parallel_size
     if obstacle is not None and size > 1:
         yield mistake(SETTING, size, f"ranks share packs, and the model cannot be packed: {obstacle}", "Set it to 1.")
     elif obstacle is not None:
-        text = f"the model is not packed, because {obstacle}: each completion is computed in a row of its own with its prompt"
-        yield Finding("note", text)
+        note = f"the model is not packed, because {obstacle}: each completion is computed in a row of its own with its prompt"
+        yield Finding("note", note)
 
 
-def _check_heads(config: Config, fields: dict[str, Any]) -> None:
-    text = _text_fields(fields)
+def _check_heads(config: Config, text: dict[str, Any]) -> None:
     num_heads = text.get("num_attention_heads")
     num_key_heads = text.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(num_key_heads, int):
@@ -239,9 +238,8 @@ SMALLEST_TRITON_HEAD = 32
 """Least numbers in a head of vLLM's Triton kernel, which alone has soft caps and sinks in float32."""
 
 
-def _check_head_size(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+def _check_head_size(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
     """Find heads of a float32 model that are too small for vLLM on this machine's GPUs. Latent attention has other kernels."""
-    text = _text_fields(fields)
     hidden, num_heads = text.get("hidden_size"), text.get("num_attention_heads")
     if config.model.dtype != "float32" or text.get("kv_lora_rank"):
         return

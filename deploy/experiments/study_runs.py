@@ -1,7 +1,6 @@
 """Runs the trials of the study in parallel processes, each trial once, and adds a row to the file as soon as one is done."""
 
 import atexit
-import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -9,7 +8,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -178,17 +177,12 @@ def run_trials(
             )
 
 
-@contextlib.contextmanager
-def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+def _processes(num_jobs: int) -> ProcessPoolExecutor:
     # Spawned: a forked process would have torch's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
+    return ProcessPoolExecutor(
         num_jobs, context, initializer=_begin_process, initargs=(os.getpid(),), max_tasks_per_child=RUNS_PER_PROCESS
     )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _begin_process(parent_pid: int) -> None:

@@ -109,7 +109,7 @@ class StudyTask(NamedTuple):
             texts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
-            TaskPrompt(np.array(ids, dtype=np.int32), partial(_reward, self.reward, row))
+            TaskPrompt(np.array(ids, dtype=np.int32), partial(self.reward, row["prompt"], row=row))
             for ids, row in zip(token_ids, rows, strict=True)
         ]
 
@@ -155,7 +155,3 @@ TASKS = {
 """The tasks by name."""
 MAIN_TASKS = ("reversal", "reversal_moe", "progression")
 """Tasks of a study that names none."""
-
-
-def _reward(reward: Callable[..., float], row: dict, completion: str) -> float:
-    return reward(row["prompt"], completion, row)

@@ -92,8 +92,23 @@ class Lookup(NamedTuple):
             yield game_row(generator)
 
     def shown(self, generator: random.Random) -> tuple[str, str]:
-        """Return a game to learn from."""
-        return shown_game(game_row(generator), generator)
+        """Return a game as text, and a mask with an `x` at each character that a player writes.
+
+        A quarter of the games is right, a quarter stops after the first look-up, a quarter looks up at random, and a quarter
+        guesses.
+        """
+        row = game_row(generator)
+        prompt, table = row["prompt"], row["table"]
+        kind = generator.randrange(4)
+        first = prompt[0]
+        keys = ([first, table[first]], [first], generator.choices(KEYS, k=generator.randrange(1, MAX_TURNS)), [])[kind]
+        found = [table[key] for key in keys]
+        digit = found[-1] if found and found[-1] in DIGITS else generator.choice(DIGITS)
+        looked = "".join(f"?{key}{entry}" for key, entry in zip(keys, found, strict=True))
+        text = f"{prompt}{looked}!{digit}"
+        mask = "." * len(prompt) + "xx." * len(keys) + "xx"
+        length = len(prompt) + 3 * MAX_TURNS - 1
+        return text.ljust(length, FILLER), mask.ljust(length, ".")
 
 
 def game_row(generator: random.Random) -> dict[str, Any]:
@@ -102,24 +117,6 @@ def game_row(generator: random.Random) -> dict[str, Any]:
     table = {key: generator.choice(KEYS) if generator.random() < 0.5 else generator.choice(DIGITS) for key in KEYS}
     table |= {first: second, second: generator.choice(DIGITS)}
     return {"prompt": f"{first}:", "table": table, "answer": table[second]}
-
-
-def shown_game(row: dict[str, Any], generator: random.Random) -> tuple[str, str]:
-    """Return a game as text, and a mask with an `x` at each character that a player writes.
-
-    A quarter of the games is right, a quarter stops after the first look-up, a quarter looks up at random, a quarter guesses.
-    """
-    prompt, table = row["prompt"], row["table"]
-    kind = generator.randrange(4)
-    first = prompt[0]
-    keys = ([first, table[first]], [first], generator.choices(KEYS, k=generator.randrange(1, MAX_TURNS)), [])[kind]
-    found = [table[key] for key in keys]
-    digit = found[-1] if found and found[-1] in DIGITS else generator.choice(DIGITS)
-    looked = "".join(f"?{key}{entry}" for key, entry in zip(keys, found, strict=True))
-    text = f"{prompt}{looked}!{digit}"
-    mask = "." * len(prompt) + "xx." * len(keys) + "xx"
-    length = len(prompt) + 3 * MAX_TURNS - 1
-    return text.ljust(length, FILLER), mask.ljust(length, ".")
 
 
 NAMES = "abcdef"
