@@ -204,14 +204,9 @@ def check_groups_of_processes(config: Config) -> None:
 
 
 def check_variables(config: Config) -> None:
-    """Find values of a distributed launcher's variables that no launcher sets."""
+    """Find values of a distributed launcher's variables that no launcher sets, or that keep other machines from rank 0."""
     launcher_rank()
     launcher_number("LOCAL_RANK", 0)
-    _check_master_address()
-
-
-def _check_master_address() -> None:
-    """Find an address of rank 0 that ranks on other machines cannot reach: its own loopback."""
     host = os.environ.get("MASTER_ADDR", "")
     # torchrun's name for the processes of one machine, and DeepSpeed's.
     num_here = next((launcher_number(name, 1) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), None)

@@ -76,21 +76,21 @@ class Apart:
 
     def findings(self) -> list[Finding]:
         """Return what the check found; a warning where it died, did not work, or had not ended within its time."""
+        said, ends = self._started, self._started + self._limit_s
         try:
-            while not self._answer.poll(max(0.0, min(_SAY_INTERVAL_S, self._limit_s - self._seconds()))):
-                if self._seconds() >= self._limit_s:
+            while not self._answer.poll(max(0.0, min(ends, said + _SAY_INTERVAL_S) - time.monotonic())):
+                said = time.monotonic()
+                if said >= ends:
                     cure = "Repeat it with `offbeat check`; a busy machine has more time there."
                     return [self._unchecked(f"it took longer than {self._limit_s:.0f} s", cure)]
-                logger.info("still checking %s, %.0f s so far, at most %.0f s", self._name, self._seconds(), self._limit_s)
+                so_far_s = said - self._started
+                logger.info("still checking %s, %.0f s so far, at most %.0f s", self._name, so_far_s, self._limit_s)
             found, failure = self._answer.recv()
         except EOFError:
             return [self._unchecked("the check's process ended", "")]
         finally:
             self._end()
         return found if failure is None else [*found, self._unchecked(failure, "")]
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
 
     def _unchecked(self, reason: str, cure: str) -> Finding:
         text = f"{self._name} could not be checked ({reason}): its mistakes will only show after the start."
@@ -242,15 +242,12 @@ def look(config: Config, command: Command) -> list[str]:
         # Its packages may take minutes, the first time.
         interpreter(environment)
     # The slow ones first: they run beside the others.
-    inputs = _start_inputs(config, command)
-    functions = _start_functions(config, command)
+    apart = (_start_inputs(config, command), _start_functions(config, command))
     findings = [*findings_of(partial(_contradictions, config, command))]
     for one in _CHECKS[command]:
         findings += findings_of(partial(one, config))
-    if inputs is not None:
-        findings += inputs.findings()
-    if functions is not None:
-        findings += functions.findings()
+    for started in apart:
+        findings += started.findings() if started is not None else ()
     for finding in findings:
         if finding.kind == "warning":
             logger.warning("%s", finding.text)
@@ -277,15 +274,9 @@ def _start_inputs(config: Config, command: Command) -> Apart | None:
 
 
 def _start_functions(config: Config, command: Command) -> Apart | None:
-    if command == "learner" and not learner_functions(config):
-        return None
+    of_learner, reward = learner_functions(config), "task.environment" if config.task.environment else "task.reward"
     if command == "learner":
-        return Apart(", ".join(learner_functions(config)), partial(check_learner_functions, config), REWARD_S)
+        return Apart(", ".join(of_learner), partial(check_learner_functions, config), REWARD_S) if of_learner else None
     if command in ("actor", "join"):
-        return Apart(_reward_setting(config), partial(check_reward, config, calls=False), REWARD_S)
-    names = (_reward_setting(config), *learner_functions(config))
-    return Apart(", ".join(names), partial(check_functions, config), REWARD_S)
-
-
-def _reward_setting(config: Config) -> str:
-    return "task.environment" if config.task.environment else "task.reward"
+        return Apart(reward, partial(check_reward, config, calls=False), REWARD_S)
+    return Apart(", ".join([reward, *of_learner]), partial(check_functions, config), REWARD_S)

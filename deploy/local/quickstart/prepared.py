@@ -105,15 +105,7 @@ class Recipe(NamedTuple):
                 say(f"step {step} of {self.warm_start_steps}")
                 yield [self.task.shown(generator) for _ in range(self.warm_start_rows)]
 
-        warm_start(
-            folder / "model",
-            batches(),
-            num_steps=self.warm_start_steps,
-            alphabet=self.task.alphabet,
-            chat_template=self.task.chat_template,
-            seed=self.seed,
-            architecture=self.architecture,
-        )
+        warm_start(folder / "model", self, batches())
 
 
 class GgufRecipe(NamedTuple):
@@ -267,22 +259,11 @@ LEARNING_RATE = 2e-3
 """Peak, reached after twenty steps; then it falls linearly to 0."""
 
 
-def warm_start(
-    folder: Path,
-    batches: Iterable[Sequence[tuple[Sequence[str], str]]],
-    *,
-    num_steps: int,
-    alphabet: Sequence[str],
-    chat_template: str | None,
-    seed: int,
-    architecture: Literal["qwen3", "qwen3_moe", "qwen3_5"] = "qwen3",
-) -> None:
-    """Train a random tiny model whose tokens are the texts of `alphabet`, and save it.
+def warm_start(folder: Path, recipe: Recipe, batches: Iterable[Sequence[tuple[Sequence[str], str]]]) -> None:
+    """Train a random tiny model whose tokens are the texts of the task's alphabet, and save it in `folder`.
 
-    Args:
-        folder: The model's.
-        batches: `num_steps` batches of examples of one length, each with a mask: the model learns to write the tokens below
-            an `x`, after those before. The token `$` is the end of a turn.
+    The `batches`, one for each step, hold examples of one length, each with a mask: the model learns to write the tokens below
+    an `x`, after those before. The token `$` is the end of a turn.
     """
     # Imported here: they take seconds, and only the first run on this machine needs them.
     import torch
@@ -292,7 +273,10 @@ def warm_start(
     from offbeat.deploy.local.quickstart.tiny_models import EOS, make_tiny_model
 
     transformers_logging.disable_progress_bar()
-    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, architecture=architecture, seed=seed)
+    task, num_steps = recipe.task, recipe.warm_start_steps
+    make_tiny_model(
+        folder, alphabet=task.alphabet, chat_template=task.chat_template, architecture=recipe.architecture, seed=recipe.seed
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
