@@ -60,29 +60,27 @@ class StalenessPolicy:
         self.batch_groups = train.groups_per_step * train.steps_per_batch
         """Groups in one selection."""
         self.bounds = bounds
-
-    @property
-    def bounds(self) -> StalenessSection:
         """The settings; may be replaced while the run goes on, and every method answers by them from then on."""
-        return self._bounds
-
-    @bounds.setter
-    def bounds(self, bounds: StalenessSection) -> None:
-        self._bounds = bounds
-        # Computed once, because every message asks for it.
-        self._most_open = self._count_most_open()
 
     @property
     def largest_lag(self) -> int | None:
         """The hard bound on a trained group's lag; None where admission alone bounds it and stragglers may exceed that."""
-        if self._bounds.staleness_policy == "gate":
-            return self._bounds.hard_max_staleness
-        return self._bounds.max_staleness
+        if self.bounds.staleness_policy == "gate":
+            return self.bounds.hard_max_staleness
+        return self.bounds.max_staleness
 
     @property
     def most_open(self) -> int:
-        """The largest number of leases that are granted and neither trained nor dropped."""
-        return self._most_open
+        """The largest number of leases that are granted and neither trained nor dropped.
+
+        Their turn comes within the bound, were they generated under the newest weights.
+        """
+        # The groups of a batch's first step are trained for the last time `batch_steps - _steps_per_epoch` after it begins.
+        slack = self.bounds.max_staleness - (self.batch_steps - self._steps_per_epoch)
+        if slack < 0:
+            return 0
+        batches, steps = divmod(slack, self.batch_steps)
+        return batches * self.batch_groups + min(steps + 1, self._steps_per_epoch) * self._groups_per_step
 
     def trained_at(self, policy_version: int, index: int) -> int:
         """Return the policy version at which the `index`-th group in line is trained for the last time."""
@@ -95,7 +93,7 @@ class StalenessPolicy:
 
         `num_open` leases are granted and neither trained nor dropped: generating, or buffered.
         """
-        return max(0, min(self._most_open, self.left_in_run(policy_version)) - num_open)
+        return max(0, min(self.most_open, self.left_in_run(policy_version)) - num_open)
 
     def left_in_run(self, policy_version: int) -> int:
         """Return the number of groups that the run still trains, those of open leases included."""
@@ -103,7 +101,7 @@ class StalenessPolicy:
 
     def min_policy_version(self, policy_version: int, num_open: int) -> int:
         """Return the oldest weights under which a lease that has `num_open` before it in line may be generated."""
-        return max(0, self.trained_at(policy_version, num_open) - self._bounds.max_staleness)
+        return max(0, self.trained_at(policy_version, num_open) - self.bounds.max_staleness)
 
     def evict(self, ready: Sequence[G], policy_version: int) -> list[G]:
         """Return the groups to drop: those of the next batch past the hard bound, and of the groups that move up for them.
@@ -129,23 +127,14 @@ class StalenessPolicy:
 
     def abort(self, in_flight: Iterable[Generating], policy_version: int) -> list[int]:
         """Return the leases whose group, finished now, would be dropped: cancel them and lease their prompts again."""
-        if self._bounds.staleness_policy != "abort":
+        if self.bounds.staleness_policy != "abort":
             return []
-        oldest = self.trained_at(policy_version, 0) - self._bounds.max_staleness
+        oldest = self.trained_at(policy_version, 0) - self.bounds.max_staleness
         return [lease.lease_id for lease in in_flight if lease.oldest_version < oldest]
 
     def count_over_bound(self, groups: Iterable[G], policy_version: int) -> int:
         """Return how many of the groups lag by more than `max_staleness` in an optimizer step from `policy_version`."""
-        return sum(self._lag(group, policy_version) > self._bounds.max_staleness for group in groups)
-
-    def _count_most_open(self) -> int:
-        """Return the number of leases whose turn comes within the bound, were they generated under the newest weights."""
-        # The groups of a batch's first step are trained for the last time `batch_steps - _steps_per_epoch` after it begins.
-        slack = self._bounds.max_staleness - (self.batch_steps - self._steps_per_epoch)
-        if slack < 0:
-            return 0
-        batches, steps = divmod(slack, self.batch_steps)
-        return batches * self.batch_groups + min(steps + 1, self._steps_per_epoch) * self._groups_per_step
+        return sum(self._lag(group, policy_version) > self.bounds.max_staleness for group in groups)
 
     def _lag(self, group: Aged, trained_at: int) -> float:
-        return group.lag_of(self._bounds.lag_of, trained_at)
+        return group.lag_of(self.bounds.lag_of, trained_at)
