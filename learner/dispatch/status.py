@@ -12,14 +12,6 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.protocols.messages import StatusReport, Vitals
 
 
-class Activity(NamedTuple):
-    """The work of the training loop."""
-
-    name: str
-    since: float
-    """Start of the activity, in seconds on the dispatcher's clock."""
-
-
 class Status:
     """Owns the training loop's current activity; everything else in a report is read from the other parts."""
 
@@ -41,12 +33,12 @@ class Status:
         self._journal = journal
         self._watchdog = watchdog
         self._versions = versions
-        self._started_at = now
-        self._activity = Activity("starting", now)
+        self._started_at = self._active_since = now
+        self._activity = "starting"
 
     def doing(self, activity: str, now: float) -> None:
         """Note what the training loop does from now on."""
-        self._activity = Activity(activity, now)
+        self._activity, self._active_since = activity, now
 
     def report(
         self,
@@ -70,8 +62,8 @@ class Status:
             policy_version=self._versions.current,
             num_steps=self._settings.config.train.num_steps,
             published_version=-1 if published is None else published,
-            doing=self._activity.name,
-            doing_s=now - self._activity.since,
+            doing=self._activity,
+            doing_s=now - self._active_since,
             waiting_for=self._watchdog.waiting_for() or "",
             uptime_s=now - self._started_at,
             members=tuple(member.status(now) for member in self._roster),
