@@ -21,7 +21,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from offbeat.common.records.rows import LedgerSums, Recorder
+from offbeat.common.records.rows import EventRow, LedgerSums, Recorder
 from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
 from offbeat.learner.dispatch.canary import Canary
@@ -30,6 +30,7 @@ from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import EvaluationLeases, FinishEvaluation, LeaseDesk
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, LiveSettings, record_change
 from offbeat.learner.dispatch.quarantine import Quarantine, reason_to_dismiss
+from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member, MemberMessage, Mismatch, Roster
 from offbeat.learner.dispatch.run_state import LeaseFailures, Versions, within_budget
 from offbeat.learner.dispatch.send_queue import Outgoing, SendQueue
@@ -505,8 +506,8 @@ class Dispatcher:
         return self._buffer.select()
 
     def _lose(self, member: Member, event: str, detail: str) -> None:
-        """Let a member go: its leases go to others."""
-        self._roster.report_lost(member, event, detail)
+        """Let a member go that leaves (`actor_left`) or is lost (`actor_lost`): its leases go to others."""
+        report(self._record, EventRow(event=event, detail=detail, actor=member.name))
         self._desk.give_back_all(member, event)
         self._roster.remove(member)
         self._lock.notify_all()

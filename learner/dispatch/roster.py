@@ -275,10 +275,6 @@ class Roster:
         )
         self._send_queue.send(member.peer, welcome, contract.canary_token_ids)
 
-    def report_lost(self, member: Member, event: str, detail: str) -> None:
-        """Record that a member leaves (`actor_left`) or is lost (`actor_lost`)."""
-        report(self._record, EventRow(event=event, detail=detail, actor=member.name))
-
     def remove(self, member: Member) -> None:
         """Forget a member."""
         self._by_peer.pop(member.peer, None)
