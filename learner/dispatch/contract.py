@@ -133,29 +133,21 @@ def objection(contract: Contract, hello: Hello) -> str | None:
             f"the actor worked for run {hello.run_id}, and here is run {contract.run_id}: start the actor anew, or give it the "
             "hub.address of its own run"
         )
-    model = [
-        f"{what} ({theirs}, not {ours})"
-        for what, theirs, ours in (
-            ("model config", engine.hashes.config, contract.hashes.config),
-            ("tokenizer", engine.hashes.tokenizer, contract.hashes.tokenizer),
-            ("chat template", engine.hashes.chat_template, contract.hashes.chat_template),
-        )
-        if theirs != ours
-    ]
-    settings = [
-        f"{setting} ({theirs}, not {ours})"
-        for setting, theirs, ours in (
-            ("model.dtype", engine.dtype, contract.dtype),
-            ("rollout.temperature", hello.temperature, contract.temperature),
-            ("task.reward", hello.reward, contract.reward),
-        )
-        if theirs != ours
-    ]
+    model = (
+        ("model config", engine.hashes.config, contract.hashes.config),
+        ("tokenizer", engine.hashes.tokenizer, contract.hashes.tokenizer),
+        ("chat template", engine.hashes.chat_template, contract.hashes.chat_template),
+    )
+    settings = (
+        ("model.dtype", engine.dtype, contract.dtype),
+        ("rollout.temperature", hello.temperature, contract.temperature),
+        ("task.reward", hello.reward, contract.reward),
+    )
     objections: list[str] = []
-    if model:
-        objections.append(f"actor and learner differ in {listed(model)}: give both the same model.path contents")
-    if settings:
-        objections.append(f"actor and learner differ in {listed(settings)}: give both the same config")
+    for compared, both in ((model, "model.path contents"), (settings, "config")):
+        unlike = [f"{what} ({theirs}, not {ours})" for what, theirs, ours in compared if theirs != ours]
+        if unlike:
+            objections.append(f"actor and learner differ in {listed(unlike)}: give both the same {both}")
     if contract.has_images and not engine.takes_images:
         objections.append(
             "the prompts of this run have images, and the actor takes none: give it the learner's data.image_field and release "
