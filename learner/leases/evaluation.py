@@ -18,11 +18,8 @@ class Round:
         self.policy_version = policy_version
         self._waiting = deque((prompt_id, MAX_LEASE_ATTEMPTS) for prompt_id in prompt_ids)
         self._leased: dict[int, tuple[int, int]] = {}
-        self.rewards: dict[int, list[float]] = {}
-        """Rewards of the completions, by prompt."""
         self.rollouts: dict[int, tuple[Rollout, ...]] = {}
         """The completions, by prompt."""
-        self.lengths: list[int] = []
         self.num_failed = 0
 
     @property
@@ -47,9 +44,7 @@ class Round:
     def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> int:
         """Add the completions of a lease to the results, and return the index of its prompt."""
         prompt_id, _ = self._leased.pop(lease_id)
-        self.rewards[prompt_id] = [rollout.reward for rollout in rollouts]
         self.rollouts[prompt_id] = rollouts
-        self.lengths += [len(rollout.token_ids) for rollout in rollouts]
         return prompt_id
 
     def fail(self, lease_id: int) -> None:
@@ -65,18 +60,20 @@ class Round:
 
         `sets` has the name of each prompt's set by its id, "" for none; `pass_reward` is the reward of a solved prompt.
         """
-        rewards = [reward for of_prompt in self.rewards.values() for reward in of_prompt]
+        by_prompt = {prompt_id: [one.reward for one in rollouts] for prompt_id, rollouts in self.rollouts.items()}
+        rewards = [reward for of_prompt in by_prompt.values() for reward in of_prompt]
+        lengths = [len(one.token_ids) for rollouts in self.rollouts.values() for one in rollouts]
         by_set: dict[str, list[float]] = {}
-        for prompt_id, of_prompt in self.rewards.items():
+        for prompt_id, of_prompt in by_prompt.items():
             by_set.setdefault(sets[prompt_id], []).extend(of_prompt)
         num_completions = len(rewards)
         return EvalRow(
             policy_version=self.policy_version,
             reward=float(np.mean(rewards)) if num_completions else math.nan,
-            length=float(np.mean(self.lengths)) if num_completions else math.nan,
+            length=float(np.mean(lengths)) if num_completions else math.nan,
             num_completions=num_completions,
             num_failed=self.num_failed,
-            pass_at=_pass_at(list(self.rewards.values()), pass_reward),
+            pass_at=_pass_at(list(by_prompt.values()), pass_reward),
             sets={name: float(np.mean(of_set)) for name, of_set in sorted(by_set.items()) if name},
         )
 
@@ -128,8 +125,7 @@ class Evaluations:
             self.current = Round(self._due.popleft(), list(range(self._num_prompts)))
         return self.current
 
-    def end(self) -> Round:
-        """Remove the finished round and return it."""
+    def end(self) -> None:
+        """Remove the finished round."""
         assert self.current is not None and self.current.is_finished
-        finished, self.current = self.current, None
-        return finished
+        self.current = None
