@@ -23,13 +23,6 @@ class Recipient(NamedTuple):
     """UUID of the GPU on which it would receive a collective; None when its engine has none."""
 
 
-class Behind(NamedTuple):
-    """The actors to bring to the newest version now."""
-
-    by_collective: list[Recipient]
-    by_pull: list[Recipient]
-
-
 class Exclusion(NamedTuple):
     """An actor that was left out."""
 
@@ -96,14 +89,16 @@ class ActorVersions:
                 actor.needs_pull = False
                 actor.num_breaks = 0
 
-    def behind(self, recipients: Iterable[Recipient], newest: int) -> Behind:
-        """Return the actors that need the newest weights now, by transport: not those left out, nor those about to commit."""
-        behind = Behind([], [])
-        for recipient in recipients:
-            if not self._is_behind(recipient, newest) or self._is_awaited(recipient, newest):
-                continue
-            (behind.by_pull if self._must_pull(recipient) else behind.by_collective).append(recipient)
-        return behind
+    def behind(self, recipients: Iterable[Recipient], newest: int, *, by_pull: bool) -> list[Recipient]:
+        """Return the actors that need the newest weights now, by pull or collective.
+
+        They are not those left out, nor those about to commit.
+        """
+        return [
+            one
+            for one in recipients
+            if self._is_behind(one, newest) and not self._is_awaited(one, newest) and self._must_pull(one) is by_pull
+        ]
 
     def is_eligible(self, recipient: Recipient) -> bool:
         """Return whether the collective can reach this actor now."""

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.learner.weights.actor_versions import ActorVersions, Behind, Recipient
+from offbeat.learner.weights.actor_versions import ActorVersions, Recipient
 from offbeat.learner.weights.collective import BroadcastOutcome, CollectiveUpdates, FailedEpochs, choose_peers
 from offbeat.learner.weights.double_buffer import DoubleBuffer
 from offbeat.learner.weights.pulls import PullService
@@ -211,13 +211,13 @@ class WeightPublisher:
             if error and self._actor_versions.note_break(recipient, error, newest):
                 collective.distrust_group()
 
-    def _behind(self, recipients: Sequence[Recipient]) -> Behind:
-        """Return the actors to bring to the newest version now, by transport."""
+    def _behind(self, recipients: Sequence[Recipient], *, by_pull: bool) -> list[Recipient]:
+        """Return the actors to bring to the newest version now by this transport."""
         newest = self._snapshots.newest_version
         if newest is None:
-            return Behind([], [])
+            return []
         with self._changed:
-            return self._actor_versions.behind(self._idle(recipients), newest)
+            return self._actor_versions.behind(self._idle(recipients), newest, by_pull=by_pull)
 
     def _idle(self, recipients: Sequence[Recipient]) -> list[Recipient]:
         """Return those that are in no transfer."""
@@ -254,7 +254,7 @@ class WeightPublisher:
                 self._pulls.end(peer)
                 self._actor_versions.exclude(peer, name, why)
         self._settle(recipients)
-        self._begin_pulls(self._behind(recipients).by_pull)
+        self._begin_pulls(self._behind(recipients, by_pull=True))
         with self._changed:
             announcements = self._pulls.announce()
         for peer, announcement in announcements:
@@ -286,7 +286,7 @@ class WeightPublisher:
             while not self._closing.is_set():
                 recipients = actors.recipients()
                 self._settle(recipients)
-                behind = self._behind(recipients).by_collective
+                behind = self._behind(recipients, by_pull=False)
                 if behind:
                     self._update(behind, actors, collective)
                 else:

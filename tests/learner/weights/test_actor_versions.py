@@ -1,6 +1,6 @@
 """ActorVersions choose each actor's transport, and exclude actors that fail for a while."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import pytest
 
@@ -23,8 +23,13 @@ class Bench:
         """Settle, exclude late actors, and return the names by collective and by pull."""
         self.actor_versions.settle(recipients, NEWEST, {one.peer for one in recipients} - self.unreachable)
         self.actor_versions.exclude_late(recipients, NEWEST)
-        behind = self.actor_versions.behind(recipients, NEWEST)
-        return [one.name for one in behind.by_collective], [one.name for one in behind.by_pull]
+        return self.behind(recipients)
+
+    def behind(self, recipients: Sequence[Recipient]) -> tuple[list[str], list[str]]:
+        by_collective, by_pull = (
+            [one.name for one in self.actor_versions.behind(recipients, NEWEST, by_pull=by_pull)] for by_pull in (False, True)
+        )
+        return by_collective, by_pull
 
     def exclude(self, name: str = "a") -> float:
         """Exclude an actor; return the seconds of the exclusion."""
@@ -83,7 +88,7 @@ def test_asking_who_is_behind_changes_nothing() -> None:
     bench.actor_versions.note_sent(b"a", NEWEST)
     bench.now += 2 * TIMEOUT_S
     for _ in range(3):
-        assert bench.actor_versions.behind([late], NEWEST) == ([], [])
+        assert bench.behind([late]) == ([], [])
         assert bench.actor_versions.late([late], NEWEST) == [late]
     assert bench.actor_versions.num_excluded == 0
     assert bench.actor_versions.take_news() == []

@@ -116,7 +116,7 @@ class Bench:
         self.now += STEP_S
         recipients = self.recipients()
         self.publisher._settle(recipients)
-        if behind := self.publisher._behind(recipients).by_collective:
+        if behind := self.publisher._behind(recipients, by_pull=False):
             self.publisher._update(behind, self, self)  # pyright: ignore[reportArgumentType]
         self.publisher._tend_pulls(self)
         for recipient in self.recipients():
