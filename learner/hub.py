@@ -198,18 +198,15 @@ class ActorLink:
 
     def close(self, reason: str) -> LedgerSums:
         """Tell every actor that the run is over and why, stop serving, and return what became of the leases."""
-        self._dismiss(reason)
-        return self.pause()
-
-    def pause(self) -> LedgerSums:
-        """Stop serving, and return what became of the leases; the actors keep theirs, and look for the next learner."""
-        self._hub_thread.close()
-        return self._dispatcher.counts()
-
-    def _dismiss(self, reason: str) -> None:
         self._dispatcher.stop(reason)
         self._hub_thread.wake()
         # Messages that an actor has not read when the connection closes are lost; it would wait for a learner that is gone.
         if not self._dispatcher.wait_left(self._leave_timeout_s):
             names = [recipient.name for recipient in self.recipients()]
             logger.warning("actors that did not leave within %g s: %s", self._leave_timeout_s, names)
+        return self.pause()
+
+    def pause(self) -> LedgerSums:
+        """Stop serving, and return what became of the leases; the actors keep theirs, and look for the next learner."""
+        self._hub_thread.close()
+        return self._dispatcher.counts()
