@@ -216,10 +216,6 @@ class Networks:
             "compute/mfu": model / (self._peak_flops * seconds),
         }
 
-    def snapshot(self, views: dict[str, Tensor] | None) -> None:
-        """Copy the current weights into these views by name, as `write_snapshot` does."""
-        write_snapshot(self.policy, views, self.place.device)
-
 
 def write_snapshot(policy: PreTrainedModel, views: dict[str, Tensor] | None, device: torch.device) -> None:
     """Copy the policy's weights into `views` by name, adapters merged, and return when they are whole; a collective.

@@ -36,7 +36,7 @@ from offbeat.learner.objectives.objective import Objective, make_objective
 from offbeat.learner.policy import process_group
 from offbeat.learner.policy.loading import gather_policy, write_policy
 from offbeat.learner.policy.lora import base_shapes
-from offbeat.learner.policy.networks import Networks, Scored
+from offbeat.learner.policy.networks import Networks, Scored, write_snapshot
 from offbeat.learner.training import trainer_state
 from offbeat.learner.training.batching import TrainingRow
 from offbeat.learner.training.checkpoints import put_in_place
@@ -139,7 +139,7 @@ class Trainer:
 
     def snapshot(self, views: dict[str, Tensor] | None) -> None:
         """Copy the current weights into these views by name, as `write_snapshot` does."""
-        self.networks.snapshot(views)
+        write_snapshot(self.networks.policy, views, self.networks.place.device)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""
