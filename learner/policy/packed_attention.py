@@ -376,13 +376,11 @@ def use_newest_flash_attention(policy: PreTrainedModel, device: torch.device) ->
 def _switch(name: str, policy: PreTrainedModel, device: torch.device) -> None:
     """Switch to a generation; switch back where it raises for the policy's heads."""
     activate_flash_attention_impl(name)
-    works = False
     try:
         _try_heads(policy, device)
-        works = True
-    finally:
-        if not works:
-            restore_flash_attention_impl()
+    except BaseException:
+        restore_flash_attention_impl()
+        raise
 
 
 def _try_heads(policy: PreTrainedModel, device: torch.device) -> None:
