@@ -71,11 +71,6 @@ def keep_id(opening: Opening, run_id: str) -> str:
     return run_id
 
 
-def make_id() -> str:
-    """Return a new id, for trackers that let the user choose."""
-    return uuid.uuid4().hex[:16]
-
-
 def _path(opening: Opening) -> Path:
     return Path(opening.folder) / id_file(opening.kind)
 
@@ -102,7 +97,7 @@ class WandbTracker:
     def __init__(self, opening: Opening) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        run_id = read_id(opening) or keep_id(opening, make_id())
+        run_id = read_id(opening) or keep_id(opening, uuid.uuid4().hex[:16])
         folder = Path(opening.folder)
         config = {"offbeat": opening.settings}
         self._run = wandb.init(project=opening.project, name=folder.name, dir=folder, id=run_id, resume="allow", config=config)
@@ -182,7 +177,7 @@ class TrackioTracker:
         import trackio  # pyright: ignore[reportMissingImports]
 
         # Folders of equal names are runs of their own.
-        name = read_id(opening) or keep_id(opening, f"{Path(opening.folder).name}-{make_id()[:8]}")
+        name = read_id(opening) or keep_id(opening, f"{Path(opening.folder).name}-{uuid.uuid4().hex[:8]}")
         self._run = trackio.init(opening.project, name, config=dict(opening.settings), resume="allow", embed=False)
 
     def add(self, row: Row) -> None:
