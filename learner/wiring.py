@@ -115,7 +115,7 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     samples = SampleRows(config.train.num_steps, inputs.prompts.decode, record)
     keep = config.train.keep_checkpoints
     checkpoints = Checkpoints(folder, trainer, dispatcher, run.auto_bound, inputs.identity, keep, record)
-    step_rows = StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, watch, record)
+    step_rows = StepRows(dispatcher, run.auto_bound, demand, curriculum, samples, watch, record)
     loop = TrainingLoop(config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake)
     logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow, MetricValue, Recorder, StepRow
 from offbeat.common.records.step_metrics import TASK_SHARES
-from offbeat.common.settings.config import actors_wanted
-from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
@@ -32,7 +31,6 @@ class StepRows:
 
     def __init__(
         self,
-        train: TrainSection,
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
         demand: Demand,
@@ -41,7 +39,6 @@ class StepRows:
         calibration_watch: CalibrationWatch,
         record: Recorder,
     ) -> None:
-        self._train = train
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
         self._demand = demand
@@ -62,9 +59,9 @@ class StepRows:
 
         `seconds`, by metric name, are those of the whole batch; each step gets an equal share. `fleet` is of the same time.
         """
-        scaling = self._weigh_demand(first_version + len(steps), seconds, fleet)
-        train = self._train
-        staleness = StalenessPolicy(self._dispatcher.settings().staleness, train)
+        settings = self._dispatcher.settings()
+        train, staleness = settings.train, StalenessPolicy(settings.staleness, settings.train)
+        scaling = self._weigh_demand(settings, staleness, first_version + len(steps), seconds, fleet)
         ready, in_flight = self._dispatcher.buffer_sizes()
         shares = {f"{TASK_SHARES}{task}": share for task, share in self._curriculum.shares().items()}
         rows: list[StepRow] = []
@@ -111,14 +108,13 @@ class StepRows:
 
     def _move_bound(self, step: StepRow) -> None:
         decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)
-        if decision is None:
-            return
-        self._tune("staleness.max_staleness", decision.max_staleness, decision.reason)
+        if decision is not None:
+            self._tune("staleness.max_staleness", decision.max_staleness, decision.reason)
 
-    def _weigh_demand(self, policy_version: int, seconds: Mapping[str, float], fleet: FleetUse) -> DemandDecision | None:
+    def _weigh_demand(
+        self, settings: Config, policy: StalenessPolicy, policy_version: int, seconds: Mapping[str, float], fleet: FleetUse
+    ) -> DemandDecision | None:
         """Return the decision on the number of actors that the batch brings."""
-        settings = self._dispatcher.settings()
-        policy = StalenessPolicy(settings.staleness, settings.train)
         # At the end leases are few because little is left to train.
         is_ending = policy.left_in_run(policy_version) <= policy.most_open
         use = Use(

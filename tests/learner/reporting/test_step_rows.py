@@ -121,7 +121,6 @@ class Bench:
         self.calibration_watch = FakeCalibrationWatch()
         self.rows: list[dict[str, Any]] = []
         self.step_rows = StepRows(
-            section,
             cast(Dispatcher, self.dispatcher),
             cast(AutoBound, self.bound),
             cast(Demand, self.demand),
