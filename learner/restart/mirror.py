@@ -12,11 +12,11 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import fsspec
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow, Recorder
@@ -38,49 +38,16 @@ _PARTIAL = "mirror.partial"
 """Folder in the run's for what is being fetched."""
 
 
-class Storage(NamedTuple):
-    """A folder in any storage that fsspec knows."""
-
-    files: fsspec.AbstractFileSystem
-    root: str
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file, by its path in the folder."""
-        self.files.invalidate_cache()
-        if not self.files.exists(self.root):
-            return {}
-        found: dict[str, Any] = self.files.find(self.root, detail=True)  # pyright: ignore[reportAssignmentType]
-        return {self._name(path): entry["size"] for path, entry in found.items()}
-
-    def put(self, file: Path, name: str, progress: Callback) -> None:
-        """Copy a file to this name; `progress` is called with each part that has come."""
-        path = f"{self.root}/{name}"
-        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.put_file(str(file), path, callback=progress)  # pyright: ignore[reportArgumentType]
-
-    def get(self, name: str, file: Path) -> None:
-        """Copy the file of this name to a new one."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.files.get_file(f"{self.root}/{name}", str(file))
-
-    def delete(self, name: str) -> None:
-        """Delete the file of this name."""
-        self.files.rm_file(f"{self.root}/{name}")
-
-    def _name(self, path: str) -> str:
-        return path.lstrip("/").removeprefix(self.root.lstrip("/")).lstrip("/")
-
-
-def open_storage(url: str) -> Storage:
+def open_storage(url: str) -> DirFileSystem:
     """Return the folder at `run.mirror`; raise `SettingError` where nothing can read such addresses."""
     try:
         files, root = url_to_fs(url)
     except (ImportError, ValueError) as error:
         cure = "Install the package that reads such addresses (s3fs for s3://), or name a folder."
         raise SettingError("run.mirror", url, str(error), cure) from error
-    storage = Storage(files, root.rstrip("/"))
+    storage = DirFileSystem(root.rstrip("/"), files)
     try:
-        storage.sizes()
+        sizes_in(storage)
     # Each storage's library has errors of its own.
     except Exception as error:
         problem = f"the place cannot be read ({type(error).__name__}: {error})"
@@ -88,10 +55,19 @@ def open_storage(url: str) -> Storage:
     return storage
 
 
+def sizes_in(storage: DirFileSystem) -> dict[str, int]:
+    """Return the size of each file in the storage, by its path there."""
+    storage.invalidate_cache()
+    if not storage.exists(""):
+        return {}
+    found: dict[str, Any] = storage.find("", detail=True)  # pyright: ignore[reportAssignmentType]
+    return {name: entry["size"] for name, entry in found.items()}
+
+
 class Mirror:
     """Uploads what is new in the run's folder, from a thread of its own, until the context ends; then all of it once more."""
 
-    def __init__(self, folder: Path, storage: Storage, record: Recorder) -> None:
+    def __init__(self, folder: Path, storage: DirFileSystem, record: Recorder) -> None:
         self._folder = folder
         self._storage = storage
         self._record = record
@@ -99,7 +75,7 @@ class Mirror:
         self._is_failing = False
         self._moved_at = time.monotonic()
         self._progress = Callback(hooks={"moved": self._note_progress})
-        self._there = storage.sizes()
+        self._there = sizes_in(storage)
         """Sizes of the files in the storage."""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -113,7 +89,7 @@ class Mirror:
         while self._thread.is_alive():
             self._thread.join(timeout=min(1.0, SILENCE_S))
             if time.monotonic() - self._moved_at > SILENCE_S:
-                self._note_failure(f"{self._storage.root} took nothing for {SILENCE_S:.0f} s")
+                self._note_failure(f"{self._storage.path} took nothing for {SILENCE_S:.0f} s")
                 return
 
     def upload(self, *, is_last: bool = False) -> None:
@@ -148,11 +124,11 @@ class Mirror:
         # Each storage's library has errors of its own. The run goes on without its mirror, and says so.
         except Exception as error:  # noqa: BLE001
             if not self._is_failing or is_last:
-                self._note_failure(f"{self._storage.root}: {type(error).__name__}: {error}")
+                self._note_failure(f"{self._storage.path}: {type(error).__name__}: {error}")
             self._is_failing = True
         else:
             if self._is_failing:
-                logger.info("run.mirror: %s works again", self._storage.root)
+                logger.info("run.mirror: %s works again", self._storage.path)
             self._is_failing = False
 
     def _note_failure(self, problem: str) -> None:
@@ -173,7 +149,8 @@ class Mirror:
             size = file.stat().st_size
             if not file.is_file() or (self._there.get(name) == size and not may_change):
                 return
-            self._storage.put(file, name, self._progress)
+            self._storage.makedirs(name.rpartition("/")[0], exist_ok=True)
+            self._storage.put_file(str(file), name, callback=self._progress)
         except FileNotFoundError:
             return
         self._note_progress()
@@ -185,7 +162,7 @@ class Mirror:
             kept = segments if kind == LOG else whole | {checkpoints.EVALUATIONS_FILE}
             is_old = kind in (LOG, CHECKPOINTS) and rest.partition("/")[0] not in kept
             if is_old:
-                self._storage.delete(name)
+                self._storage.rm_file(name)
                 del self._there[name]
 
     def _has(self, name: str) -> bool:
@@ -198,7 +175,7 @@ class Mirror:
 def open_mirror(folder: Path, url: str, record: Recorder, *, resume: bool) -> Mirror:
     """Return the mirror of the run in `folder`; raise `SettingError` where it would lose what the storage has."""
     storage = open_storage(url)
-    names = storage.sizes()
+    names = sizes_in(storage)
     if not resume and any(name.startswith((f"{LOG}/", f"{CHECKPOINTS}/")) for name in names):
         cure = "Set run.resume=true (or auto) to continue it, or name another place."
         raise SettingError("run.mirror", url, "it already holds a run", cure)
@@ -217,20 +194,25 @@ def fetch_run(folder: Path, url: str) -> bool:
     Return whether there is one.
     """
     storage = open_storage(url)
-    names = sorted(storage.sizes())
+    names = sorted(sizes_in(storage))
     whole = sorted(
         Path(name).parent for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
     )
     if not whole and not any(name.startswith(f"{LOG}/") for name in names):
         return False
     partial = folder / _PARTIAL
+
+    def fetch(name: str) -> None:
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        storage.get_file(name, str(partial / name))
+
     shutil.rmtree(partial, ignore_errors=True)
     if _EVALUATIONS in names:
-        storage.get(_EVALUATIONS, partial / _EVALUATIONS)
+        fetch(_EVALUATIONS)
     kept = {*whole[-1:], checkpoints.best(partial / CHECKPOINTS, among=whole)}
     for name in names:
         if name in _SMALL or name.startswith(f"{LOG}/") or any(path in kept for path in Path(name).parents):
-            storage.get(name, partial / name)
+            fetch(name)
     # The checkpoint first: a folder with a log alone would begin again at the first step.
     for name in (CHECKPOINTS, LOG, *_SMALL):
         if (partial / name).exists():

@@ -14,7 +14,7 @@ from offbeat.common.records.rows import Row, row_fields
 from offbeat.common.settings.config import Config, RunSection
 from offbeat.deploy.cli.start import settle_resume
 from offbeat.learner.restart import mirror
-from offbeat.learner.restart.mirror import Mirror, fetch_run, open_mirror, open_storage
+from offbeat.learner.restart.mirror import Mirror, fetch_run, open_mirror, open_storage, sizes_in
 from offbeat.learner.training import checkpoints
 
 SMALL = {"config.toml": b"c", "identity.json": b"i", "prompts.bin": b"p", "metrics.jsonl": b"m"}
@@ -47,7 +47,7 @@ class Run:
         return open_mirror(self.folder, self.url, self.record, resume=resume)
 
     def there(self) -> set[str]:
-        return set(open_storage(self.url).sizes())
+        return set(sizes_in(open_storage(self.url)))
 
 
 @pytest.fixture(params=["a folder", "object storage"])
@@ -73,8 +73,8 @@ def test_closed_segments_are_uploaded_as_they_are_and_the_open_one_with_a_checkp
     uploads.upload()
     assert run.there() == {*SMALL, "log/00000001.log", "log/00000002.log", *checkpoint(4)}
     storage = open_storage(run.url)
-    assert storage.files.cat_file(f"{storage.root}/log/00000002.log") == b"open and longer"
-    assert storage.files.cat_file(f"{storage.root}/metrics.jsonl") == b"n"
+    assert storage.cat_file("log/00000002.log") == b"open and longer"
+    assert storage.cat_file("metrics.jsonl") == b"n"
 
 
 def test_what_the_run_deleted_goes_after_what_is_new_has_come(run: Run) -> None:
@@ -142,14 +142,14 @@ def test_end_waits_for_a_storage_that_still_takes_parts_and_leaves_a_silent_one(
     run = Run(tmp_path / "run", f"{tmp_path}/far")
     release = threading.Event()
 
-    def slow(_: object, __: Path, name: str, progress: Callback) -> None:
+    def slow(_: object, __: str, name: str, callback: Callback) -> None:
         for _part in range(4):
             time.sleep(0.1)
-            progress.relative_update(1)
+            callback.relative_update(1)
         if name == "metrics.jsonl":
             release.wait(30)
 
-    monkeypatch.setattr(mirror.Storage, "put", slow)
+    monkeypatch.setattr(mirror.DirFileSystem, "put_file", slow)
     with run.mirror():
         pass
     release.set()
@@ -161,9 +161,10 @@ def test_checkpoint_whose_upload_broke_off_is_not_fetched(run: Run, tmp_path: Pa
     run.save(4)
     run.mirror().upload()
     run.save(8)
-    open_storage(run.url).put(
-        run.folder / "checkpoints/step-00000008/rank.safetensors", "checkpoints/step-00000008/rank.safetensors", Callback()
-    )
+    name = "checkpoints/step-00000008/rank.safetensors"
+    storage = open_storage(run.url)
+    storage.makedirs("checkpoints/step-00000008")
+    storage.put_file(str(run.folder / name), name)
     assert fetch_run(tmp_path / "other", run.url)
     assert [folder.name for folder in (tmp_path / "other/checkpoints").iterdir()] == ["step-00000004"]
 
@@ -171,7 +172,7 @@ def test_checkpoint_whose_upload_broke_off_is_not_fetched(run: Run, tmp_path: Pa
 def test_manifest_is_the_last_file_of_a_checkpoint_to_come(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(4)
     uploads, put = run.mirror(), []
-    monkeypatch.setattr(type(uploads._storage), "put", lambda _, file, name, progress: put.append(name))
+    monkeypatch.setattr(type(uploads._storage), "put_file", lambda _, file, name, callback: put.append(name))
     uploads.upload()
     assert [name.rpartition("/")[2] for name in put if name.startswith("checkpoints/")] == ["rank.safetensors", "manifest.json"]
 
@@ -194,7 +195,7 @@ def test_mirror_that_fails_is_told_once_and_tried_again(run: Run, monkeypatch: p
     monkeypatch.setattr(mirror, "LOOK_S", 0.01)
     uploads = run.mirror()
     calls: list[int] = []
-    put_file = fsspec.AbstractFileSystem.put_file if "memory" in run.url else type(uploads._storage.files).put_file
+    put_file = fsspec.AbstractFileSystem.put_file if "memory" in run.url else type(uploads._storage.fs).put_file
 
     def broken(*arguments: Any, **options: Any) -> None:
         calls.append(1)
@@ -202,7 +203,7 @@ def test_mirror_that_fails_is_told_once_and_tried_again(run: Run, monkeypatch: p
             raise ConnectionError("no route")
         put_file(*arguments, **options)
 
-    monkeypatch.setattr(type(uploads._storage.files), "put_file", broken)
+    monkeypatch.setattr(type(uploads._storage.fs), "put_file", broken)
     with uploads:
         while len(calls) < 6:
             time.sleep(0.01)
