@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.settings.checks import check
@@ -123,19 +125,7 @@ def record_change(record: Recorder, change: SettingChange, reason: str) -> None:
     """Log and record one changed setting; `reason` is empty where a person changed it."""
     detail = f"{change.setting} = {change.after}, was {change.before}; by {change.who}{f': {reason}' if reason else ''}"
     logger.info("setting changed at policy version %d: %s", change.policy_version, detail)
-    record(
-        EventRow(
-            event="setting_changed",
-            detail=detail,
-            reason=reason,
-            setting=change.setting,
-            before=change.before,
-            after=change.after,
-            who=change.who,
-            at=change.at,
-            policy_version=change.policy_version,
-        )
-    )
+    record(EventRow(event="setting_changed", detail=detail, reason=reason, **asdict(change)))
 
 
 def _change(event: Tuned, setting: str, before: str) -> SettingChange:
