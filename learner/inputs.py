@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from offbeat.common.models.folders import hash_model, load_tokenizer, load_vocabulary_size, resolve_model, small_files
 from offbeat.common.settings.config import Config, LaunchSection, environment_of
-from offbeat.common.settings.loading import resolved_toml, setting_value
+from offbeat.common.settings.loading import replace_settings, resolved_toml, setting_text
 from offbeat.learner.calibration.calibration import Calibration, load_calibration
 from offbeat.learner.curriculum import OwnCurriculum
 from offbeat.learner.diagnostics.own_evaluation import OwnEvaluation, load_evaluation
@@ -113,11 +112,7 @@ def make_join_payload(config: Config, model: Path, layout: tuple[TensorSpec, ...
 def without_this_machine(config: Config) -> Config:
     """Return the settings with the defaults of those in `OF_THIS_MACHINE`."""
     plain = Config()
-    values: dict[str, dict[str, object]] = {}
-    for setting in OF_THIS_MACHINE:
-        section, _, key = setting.partition(".")
-        values.setdefault(section, {})[key] = setting_value(plain, setting)
-    return replace(config, **{section: replace(getattr(config, section), **keys) for section, keys in values.items()})
+    return replace_settings(config, {setting: setting_text(plain, setting) for setting in OF_THIS_MACHINE})
 
 
 def _obstacle(model: Path, layout: tuple[TensorSpec, ...], *, has_images: bool) -> str | None:
