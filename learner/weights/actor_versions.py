@@ -104,23 +104,15 @@ class ActorVersions:
         """Return whether the collective can reach this actor now."""
         return recipient.peer in self._eligible
 
-    def late(self, recipients: Iterable[Recipient], newest: int) -> list[Recipient]:
-        """Return the actors that have not committed in time what they were sent."""
-        deadline = self._clock() - self._timeout_s
-        return [
-            recipient
-            for recipient in recipients
-            if self._is_behind(recipient, newest)
-            and self._is_awaited(recipient, newest)
-            and self._find(recipient.peer).sent_at < deadline
-        ]
-
     def exclude_late(self, recipients: Iterable[Recipient], newest: int) -> None:
-        """Exclude the actors that are `late`."""
-        for recipient in self.late(recipients, newest):
-            sent = self._find(recipient.peer).sent_version
-            why = f"did not commit version {sent} within {self._timeout_s:g} s (weights.timeout_s)"
-            self.exclude(recipient.peer, recipient.name, why)
+        """Exclude the actors that have not committed in time what they were sent."""
+        deadline = self._clock() - self._timeout_s
+        for recipient in recipients:
+            actor = self._find(recipient.peer)
+            is_awaited = self._is_behind(recipient, newest) and self._is_awaited(recipient, newest)
+            if is_awaited and actor.sent_at < deadline:
+                why = f"did not commit version {actor.sent_version} within {self._timeout_s:g} s (weights.timeout_s)"
+                self.exclude(recipient.peer, recipient.name, why)
 
     def note_break(self, recipient: Recipient, error: str, newest: int) -> bool:
         """Note that a collective broke for an actor; return whether it may take part in the next one.

@@ -89,7 +89,6 @@ def test_asking_who_is_behind_changes_nothing() -> None:
     bench.now += 2 * TIMEOUT_S
     for _ in range(3):
         assert bench.behind([late]) == ([], [])
-        assert bench.actor_versions.late([late], NEWEST) == [late]
     assert bench.actor_versions.num_excluded == 0
     assert bench.actor_versions.take_news() == []
 
