@@ -14,6 +14,7 @@ event that cannot follow the events before it.
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from typing import Literal
 
 import msgspec
@@ -121,7 +122,7 @@ class Ledger:
             )
             for lease in state.open
         }
-        ledger.epochs = _copy(state.epochs)
+        ledger.epochs = deepcopy(state.epochs)
         ledger.tasks = copy_tallies(state.tasks)
         return ledger
 
@@ -140,7 +141,8 @@ class Ledger:
             )
             for lease in self._open.values()
         )
-        return LedgerState(self.counts(), self._next_lease_id, saved, _copy(self.epochs), copy_tallies(self.tasks))
+        # Copied: a state is written to disk while the ledger goes on.
+        return LedgerState(self.counts(), self._next_lease_id, saved, deepcopy(self.epochs), copy_tallies(self.tasks))
 
     @property
     def num_open(self) -> int:
@@ -258,16 +260,6 @@ class Ledger:
 
     def _epoch(self, epoch: int) -> EpochAccount:
         return self.epochs.setdefault(epoch, EpochAccount(0, {}))
-
-
-def _copy(epochs: dict[int, EpochAccount]) -> dict[int, EpochAccount]:
-    """Copy the accounts: a state is written to disk while the ledger goes on."""
-    return {
-        epoch: EpochAccount(
-            account.num_trained, {reason: [*ids] for reason, ids in account.dropped.items()}, account.num_left_out
-        )
-        for epoch, account in epochs.items()
-    }
 
 
 def needed_position(leases: Collection[SavedLease], log_end: Position) -> Position:
