@@ -283,7 +283,8 @@ class Learner:
     def run(self, stop: StopRequest) -> RunOutcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
-            self._record(EventRow(event="run_started", detail=_software()))
+            software = ", ".join(f"{package} {version}" for package, version in software_versions().items())
+            self._record(EventRow(event="run_started", detail=software))
             self.link.start()
             self._publisher.start(self.link)
             with naming_lost_ranks():
@@ -318,7 +319,3 @@ class Learner:
                 self._log.close()
         finally:
             self._loop.close()
-
-
-def _software() -> str:
-    return ", ".join(f"{package} {version}" for package, version in software_versions().items())
