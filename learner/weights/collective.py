@@ -164,13 +164,10 @@ def choose_peers(recipients: Iterable[Recipient], transport: Transport) -> Colle
         case "gloo":
             return CollectivePeers("gloo", everyone)
         case "nccl":
-            taken = set() if transport.gpu is None else {transport.gpu.uuid}
-            peers: set[bytes] = set()
-            for recipient in recipients:
-                if recipient.gpu is not None and recipient.gpu not in taken:
-                    taken.add(recipient.gpu)
-                    peers.add(recipient.peer)
-            return CollectivePeers("nccl", frozenset(peers)) if peers else CollectivePeers("gloo", everyone)
+            own = None if transport.gpu is None else transport.gpu.uuid
+            # Reversed, so that of those on one GPU the first has it.
+            by_gpu = {one.gpu: one.peer for one in reversed(recipients) if one.gpu not in (None, own)}
+            return CollectivePeers("nccl", frozenset(by_gpu.values())) if by_gpu else CollectivePeers("gloo", everyone)
 
 
 RETRY_READY_S = {"gloo": 2.0, "nccl": 30.0}
