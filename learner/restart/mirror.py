@@ -96,7 +96,7 @@ class Mirror:
         """Upload what the storage lacks, and delete from it what the run has deleted. `is_last`: nobody writes any more."""
         segments = segment_numbers(self._folder / LOG) if (self._folder / LOG).is_dir() else []
         whole = sorted(checkpoints.whole(self._folder / CHECKPOINTS))
-        new = [folder for folder in whole if not self._has(self._name(checkpoints.manifest(folder)))]
+        new = [folder for folder in whole if self._name(checkpoints.manifest(folder)) not in self._there]
         # The segments come before the checkpoints that refer to them, and a checkpoint's manifest after its other files.
         count = len(segments) if new or is_last else max(0, len(segments) - 1)
         for number in segments[:count]:
@@ -105,7 +105,7 @@ class Mirror:
             manifest = checkpoints.manifest(folder)
             for file in sorted(folder.rglob("*"), key=lambda file: file == manifest):
                 self._put(file)
-        if new or is_last or not self._has(IDENTITY_FILE):
+        if new or is_last or IDENTITY_FILE not in self._there:
             for name in (*_SMALL, _EVALUATIONS):
                 self._put(self._folder / name, may_change=True)
         if is_last and (self._folder / MODEL).is_dir():
@@ -164,9 +164,6 @@ class Mirror:
             if is_old:
                 self._storage.rm_file(name)
                 del self._there[name]
-
-    def _has(self, name: str) -> bool:
-        return name in self._there
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._folder).as_posix()
