@@ -1,6 +1,7 @@
 """Answers of actors to their leases: groups and failures, checked, booked and acknowledged."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.settings.config import Config, max_episode_tokens
@@ -54,32 +55,24 @@ class GroupCheck:
         return expert_flaw(done, arrays[-1], self._experts, num_prompt_tokens=num_prompt_tokens)
 
 
+@dataclass(eq=False)
 class Answers:
     """Takes answers from the actors that hold the leases, once each; owns nothing.
 
     An answer that the full log cannot take is not acknowledged: the actor keeps it and sends it again.
     """
 
-    def __init__(
-        self,
-        check: GroupCheck,
-        desk: LeaseDesk,
-        buffer: GroupBuffer,
-        evaluations: EvaluationLeases,
-        failures: LeaseFailures,
-        rejections: Rejections,
-        send_queue: SendQueue,
-        record: Recorder,
-    ) -> None:
-        self._check = check
-        self._desk = desk
-        self._buffer = buffer
-        self._evaluations = evaluations
-        self._failures = failures
-        self._rejections = rejections
-        self._send_queue = send_queue
-        self._record = record
-        self._failed_leases = RepeatedEvents(record)
+    _check: GroupCheck
+    _desk: LeaseDesk
+    _buffer: GroupBuffer
+    _evaluations: EvaluationLeases
+    _failures: LeaseFailures
+    _rejections: Rejections
+    _send_queue: SendQueue
+    _record: Recorder
+
+    def __post_init__(self) -> None:
+        self._failed_leases = RepeatedEvents(self._record)
 
     def take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Book and acknowledge a group: accepted, or rejected with its flaw."""

@@ -7,6 +7,7 @@ grant -> [actor generates] -> release (answered)
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder
 from offbeat.common.settings.config import EvaluationSection, RolloutSection
@@ -322,17 +323,17 @@ class LeaseDesk:
         report(self._record, row)
 
 
+@dataclass(eq=False)
 class _Grants:
     """One round of granting, as the scheduler sees it: `LeaseTurns` says to whom each lease goes."""
 
-    def __init__(self, desk: LeaseDesk, roster: Roster, policy_version: int, now: float) -> None:
-        self._desk = desk
-        self._roster = roster
-        self._policy_version = policy_version
-        self._now = now
-        self._evaluation_turns: LeaseTurns | None = None
-        self._training_turns: LeaseTurns | None = None
-        """Turns of training leases; None until evaluation has taken its share."""
+    _desk: LeaseDesk
+    _roster: Roster
+    _policy_version: int
+    _now: float
+    _evaluation_turns: LeaseTurns | None = None
+    _training_turns: LeaseTurns | None = None
+    """Turns of training leases; None until evaluation has taken its share."""
 
     def lease_evaluation(self, round_: Round) -> bool:
         """Lease a held-out prompt, or return False when no member takes it."""

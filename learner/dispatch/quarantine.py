@@ -8,6 +8,7 @@ actor.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
@@ -32,25 +33,17 @@ _CURE = (
 )
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Owns the doubt of the learner; which actors are in quarantine stands in the roster."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        desk: LeaseDesk,
-        buffer: GroupBuffer,
-        failures: LeaseFailures,
-        settings: LiveSettings,
-        record: Recorder,
-    ) -> None:
-        self._roster = roster
-        self._desk = desk
-        self._buffer = buffer
-        self._failures = failures
-        self._settings = settings
-        self._record = record
-        self._is_doubt_told = False
+    _roster: Roster
+    _desk: LeaseDesk
+    _buffer: GroupBuffer
+    _failures: LeaseFailures
+    _settings: LiveSettings
+    _record: Recorder
+    _is_doubt_told: bool = False
 
     def release(self, actor: str, policy_version: int, *, is_certain: bool = True) -> None:
         """Note that an actor's log-probs of the canary are right under this version; a quarantine ends.

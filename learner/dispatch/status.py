@@ -1,5 +1,6 @@
 """The state of the run for people: the operator's status report, and how busy the actors are."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.common.settings.config import actors_wanted
@@ -12,29 +13,22 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.protocols.messages import StatusReport, Vitals
 
 
+@dataclass(eq=False)
 class Status:
     """Owns the training loop's current activity; everything else in a report is read from the other parts."""
 
-    def __init__(
-        self,
-        run_id: str,
-        settings: LiveSettings,
-        roster: Roster,
-        desk: LeaseDesk,
-        journal: LeaseJournal,
-        watchdog: Watchdog,
-        versions: Versions,
-        now: float,
-    ) -> None:
-        self._run_id = run_id
-        self._settings = settings
-        self._roster = roster
-        self._desk = desk
-        self._journal = journal
-        self._watchdog = watchdog
-        self._versions = versions
-        self._started_at = self._active_since = now
-        self._activity = "starting"
+    _run_id: str
+    _settings: LiveSettings
+    _roster: Roster
+    _desk: LeaseDesk
+    _journal: LeaseJournal
+    _watchdog: Watchdog
+    _versions: Versions
+    _started_at: float
+    _activity: str = "starting"
+
+    def __post_init__(self) -> None:
+        self._active_since = self._started_at
 
     def doing(self, activity: str, now: float) -> None:
         """Note what the training loop does from now on."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.common.records.rows import EventRow, Recorder
@@ -109,28 +110,20 @@ class Late(NamedTuple):
     """The reason in words, with names and numbers."""
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Measures the wait for a batch. Reports the reason of a long wait, and ends the run when a deadline is over."""
 
-    def __init__(
-        self,
-        settings: LiveSettings,
-        roster: Roster,
-        desk: LeaseDesk,
-        journal: LeaseJournal,
-        versions: Versions,
-        evaluations: EvaluationLeases,
-        failures: LeaseFailures,
-        record: Recorder,
-    ) -> None:
-        self._settings = settings
-        self._roster = roster
-        self._desk = desk
-        self._journal = journal
-        self._versions = versions
-        self._evaluations = evaluations
-        self._failures = failures
-        self._record = record
+    _settings: LiveSettings
+    _roster: Roster
+    _desk: LeaseDesk
+    _journal: LeaseJournal
+    _versions: Versions
+    _evaluations: EvaluationLeases
+    _failures: LeaseFailures
+    _record: Recorder
+
+    def __post_init__(self) -> None:
         self._looked_at: float | None = None
         """Time of the last look; None while no batch is waited for."""
         self._waited_s = 0.0
