@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow, MetricValue, Recorder, StepRow
@@ -23,29 +24,20 @@ from offbeat.learner.leases.staleness import StalenessPolicy
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StepRows:
     """Records the steps of each batch and samples of them, then moves what the automatic policies decide on.
 
     These are `staleness.max_staleness` by `AutoBound`, `scale.actors` by `Demand`, and the shares of tasks by `Curriculum`.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        auto_bound: AutoBound,
-        demand: Demand,
-        curriculum: Curriculum,
-        samples: SampleRows,
-        calibration_watch: CalibrationWatch,
-        record: Recorder,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._auto_bound = auto_bound
-        self._demand = demand
-        self._curriculum = curriculum
-        self._samples = samples
-        self._calibration_watch = calibration_watch
-        self._record = record
+    _dispatcher: Dispatcher
+    _auto_bound: AutoBound
+    _demand: Demand
+    _curriculum: Curriculum
+    _samples: SampleRows
+    _calibration_watch: CalibrationWatch
+    _record: Recorder
 
     def record(
         self,
