@@ -13,6 +13,7 @@ actors -> HubThread -> Dispatcher -> TrainingLoop -> RankedTrainer -> WeightPubl
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -255,40 +256,30 @@ def _passes(interval: int, before: int, after: int) -> bool:
     return interval > 0 and after // interval > before // interval
 
 
+@dataclass(eq=False)
 class Learner:
     """Rank 0's service: starts the threads around the training loop, and ends the run whatever happens in it."""
 
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        *,
-        link: ActorLink,
-        publisher: WeightPublisher,
-        log: RolloutLog | None,
-        record: Recorder,
-        started: float,
-        evaluation_numbers: EvaluationNumbers | None = None,
-        curriculum: Curriculum | None = None,
-    ) -> None:
-        """`started` is when the learner's process began to load (monotonic): the run's wall time counts from there."""
-        self._loop = loop
-        self.link = link
-        self._publisher = publisher
-        self._log = log
-        self._record = record
-        self._started = started
-        self._evaluation_numbers = evaluation_numbers
-        self._curriculum = curriculum
+    loop: TrainingLoop
+    _: KW_ONLY
+    link: ActorLink
+    publisher: WeightPublisher
+    log: RolloutLog | None
+    record: Recorder
+    started: float
+    """Time at which the learner's process began to load (monotonic); the run's wall time counts from there."""
+    evaluation_numbers: EvaluationNumbers | None = None
+    curriculum: Curriculum | None = None
 
     def run(self, stop: StopRequest) -> RunOutcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
             software = ", ".join(f"{package} {version}" for package, version in software_versions().items())
-            self._record(EventRow(event="run_started", detail=software))
+            self.record(EventRow(event="run_started", detail=software))
             self.link.start()
-            self._publisher.start(self.link)
+            self.publisher.start(self.link)
             with naming_lost_ranks():
-                outcome = self._loop.run(stop)
+                outcome = self.loop.run(stop)
         except BaseException as error:
             self._end("failed", str(error) if isinstance(error, ServiceError) else f"{type(error).__name__}: {error}")
             raise
@@ -298,24 +289,24 @@ class Learner:
     def _end(self, outcome: str, detail: str) -> None:
         """End the run for every actor and close every part, whatever state the run is in."""
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
-        self._publisher.close()
-        if self._curriculum is not None:
-            self._curriculum.close()
+        self.publisher.close()
+        if self.curriculum is not None:
+            self.curriculum.close()
         counts = self.link.pause() if outcome == "paused" else self.link.close(f"{outcome} {detail}".strip())
         # Evaluations end in the link's thread, and their rows come before the final one.
-        if self._evaluation_numbers is not None:
-            self._evaluation_numbers.close()
+        if self.evaluation_numbers is not None:
+            self.evaluation_numbers.close()
         final = FinalRow(
-            policy_version=self._loop.policy_version,
-            wall_s=time.monotonic() - self._started,
+            policy_version=self.loop.policy_version,
+            wall_s=time.monotonic() - self.started,
             ledger=counts,
             outcome=outcome,
             detail=detail,
         )
-        self._record(final)
+        self.record(final)
         assert counts.adds_up, f"the ledger does not add up: {counts}"
         try:
-            if self._log is not None:
-                self._log.close()
+            if self.log is not None:
+                self.log.close()
         finally:
-            self._loop.close()
+            self.loop.close()
