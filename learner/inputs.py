@@ -1,22 +1,27 @@
-"""The files that a run reads and never changes, and what of them is sent to actors that join without settings and model."""
+"""The files that a run reads and never changes; what actors must share of them, and what they are sent."""
 
 import importlib.metadata
 import logging
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from offbeat.common.models.folders import hash_model, load_tokenizer, load_vocabulary_size, resolve_model, small_files
+from offbeat.common.models.routing import Routing
 from offbeat.common.settings.config import Config, LaunchSection, environment_of
-from offbeat.common.settings.loading import replace_settings, resolved_toml, setting_text
+from offbeat.common.settings.loading import replace_settings, resolved_toml, setting_text, weighted_reward
+from offbeat.common.user_code.functions import hash_sources
 from offbeat.learner.calibration.calibration import Calibration, load_calibration
 from offbeat.learner.curriculum import OwnCurriculum
 from offbeat.learner.diagnostics.own_evaluation import OwnEvaluation, load_evaluation
 from offbeat.learner.diagnostics.sample_rows import Decode
-from offbeat.learner.dispatch.contract import JoinPayload
+from offbeat.learner.dispatch.contract import Contract, JoinPayload, expert_limits
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, Prompts, load_held_out, load_prompts
 from offbeat.learner.restart.run_identity import PromptHashes, RunIdentity, hash_prompts, make_identity
 from offbeat.protocols.message_parts import JoinSettings, JoinSettingsError, ModelHashes, encode_join_settings
@@ -81,6 +86,40 @@ def _load_prompts(config: Config, source: str, split: str, setting: str, tokeniz
     if unknown := loaded.unknown_text(tokenizer):
         logger.warning("%s: %s", setting, unknown)
     return loaded.prompts
+
+
+def make_contract(
+    config: Config,
+    inputs: Inputs,
+    *,
+    layout: tuple[TensorSpec, ...],
+    canary_token_ids: NDArray[np.int32],
+    routing: Routing | None,
+    max_peers: int | None,
+) -> Contract:
+    """Return the contract of this learner process; `routing` is one of the run's model, None for a dense model.
+
+    Raises `SettingError` as `expert_limits` does.
+    """
+    return Contract(
+        run_id=inputs.identity.run_id,
+        learner_incarnation=random.SystemRandom().getrandbits(62),
+        layout=layout,
+        canary_token_ids=canary_token_ids,
+        dtype=config.model.dtype,
+        hashes=inputs.hashes,
+        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        vocabulary_size=inputs.vocabulary_size,
+        temperature=config.rollout.temperature,
+        reward=weighted_reward(config.task),
+        software=importlib.metadata.version("offbeat"),
+        max_message_bytes=config.hub.max_message_mb << 20,
+        max_peers=max_peers,
+        experts=expert_limits(config, routing),
+        has_images=bool(config.data.image_field),
+        sources=hash_sources(config.task.environment or config.task.reward),
+        join_payload=make_join_payload(config, inputs.model, layout),
+    )
 
 
 OF_THIS_MACHINE = (

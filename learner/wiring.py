@@ -23,10 +23,9 @@ from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
 from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.canary import CANARY_TOKENS, Canary, canary_token_ids
-from offbeat.learner.dispatch.contract import Contract, make_contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.hub import ActorLink, HubThread, hub_rejections, max_peers, open_hub, open_weight_hub, publish_address
-from offbeat.learner.inputs import Inputs, load_inputs, make_join_payload
+from offbeat.learner.inputs import Inputs, load_inputs, make_contract
 from offbeat.learner.leases.demand import Demand, last_actor_hours
 from offbeat.learner.reporting.outlets import HealthWatch, open_outlets
 from offbeat.learner.reporting.step_rows import StepRows
@@ -85,7 +84,10 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     canary_ids = canary_token_ids(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
     scored = trainer.score(canary_ids.tolist())
-    contract = _make_contract(config, inputs, trainer, canary_ids, scored, max_peers(config, hub))
+    layout, num_peers = trainer.layout(), max_peers(config, hub)
+    contract = make_contract(
+        config, inputs, layout=layout, canary_token_ids=canary_ids, routing=scored.routing, max_peers=num_peers
+    )
     run = restore(config, inputs.identity.run_id, trainer, inputs.prompts.train, record)
     canary = _make_canary(run, canary_ids, scored, record)
     routing = RoutingComparison(config.metrics.routing_interval, config.weights.interval, record)
@@ -127,23 +129,6 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
         started=started,
         evaluation_numbers=numbers,
         curriculum=curriculum,
-    )
-
-
-def _make_contract(
-    config: Config, inputs: Inputs, trainer: RankedTrainer, canary_ids: np.ndarray, scored: Scored, num_peers: int | None
-) -> Contract:
-    layout = trainer.layout()
-    return make_contract(
-        config,
-        run_id=inputs.identity.run_id,
-        hashes=inputs.hashes,
-        vocabulary_size=inputs.vocabulary_size,
-        layout=layout,
-        canary_token_ids=canary_ids,
-        join_payload=make_join_payload(config, inputs.model, layout),
-        routing=scored.routing,
-        max_peers=num_peers,
     )
 
 

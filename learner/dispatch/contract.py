@@ -1,8 +1,6 @@
 """The conditions under which an actor may work for a run, and the settings for actors that bring none."""
 
 import hashlib
-import importlib.metadata
-import random
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,8 +9,6 @@ import numpy as np
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import listed
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.loading import weighted_reward
-from offbeat.common.user_code.functions import hash_sources
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.groups import ExpertLimits
 from offbeat.protocols.message_parts import PART_BYTES, ModelHashes
@@ -71,43 +67,6 @@ class Contract(NamedTuple):
     """`common.user_code.functions.hash_sources` of the function that judges completions; empty where the learner lacks it."""
     join_payload: JoinPayload = JoinPayload()
     """The run for actors that bring neither settings nor model."""
-
-
-def make_contract(
-    config: Config,
-    *,
-    run_id: str,
-    hashes: ModelHashes,
-    vocabulary_size: int,
-    layout: tuple[TensorSpec, ...],
-    canary_token_ids: np.ndarray,
-    join_payload: JoinPayload,
-    routing: "Routing | None",
-    max_peers: int | None,
-) -> Contract:
-    """Return the contract of this learner process; `routing` is one of the run's model, None for a dense model.
-
-    Raises `SettingError` as `expert_limits` does.
-    """
-    return Contract(
-        run_id=run_id,
-        learner_incarnation=random.SystemRandom().getrandbits(62),
-        layout=layout,
-        canary_token_ids=canary_token_ids,
-        dtype=config.model.dtype,
-        hashes=hashes,
-        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        vocabulary_size=vocabulary_size,
-        temperature=config.rollout.temperature,
-        reward=weighted_reward(config.task),
-        software=importlib.metadata.version("offbeat"),
-        max_message_bytes=config.hub.max_message_mb << 20,
-        max_peers=max_peers,
-        experts=expert_limits(config, routing),
-        has_images=bool(config.data.image_field),
-        sources=hash_sources(config.task.environment or config.task.reward),
-        join_payload=join_payload,
-    )
 
 
 def expert_limits(config: Config, routing: "Routing | None") -> ExpertLimits | None:
