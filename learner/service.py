@@ -75,40 +75,31 @@ class Phases:
         return time.monotonic() - self._started
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Takes batches from the dispatcher, trains on them and publishes the weights, until `train.num_steps` or a signal."""
 
-    def __init__(
-        self,
-        config: Config,
-        trainer: RankedTrainer,
-        dispatcher: Dispatcher,
-        publisher: WeightPublisher,
-        canary: Canary,
-        routing: RoutingComparison,
-        checkpoints: Checkpoints,
-        step_rows: StepRows,
-        wake_hub: Callable[[], None],
-    ) -> None:
-        """`wake_hub` lets the hub's thread see at once what the dispatcher has to send or grant."""
-        self._config = config
-        self._trainer = trainer
-        self._dispatcher = dispatcher
-        self._publisher = publisher
-        self._canary = canary
-        self._routing = routing
-        self._checkpoints = checkpoints
-        self._step_rows = step_rows
-        self._wake_hub = wake_hub
+    config: Config
+    trainer: RankedTrainer
+    dispatcher: Dispatcher
+    publisher: WeightPublisher
+    canary: Canary
+    routing: RoutingComparison
+    checkpoints: Checkpoints
+    step_rows: StepRows
+    wake_hub: Callable[[], None]
+    """Lets the hub's thread see at once what the dispatcher has to send or grant."""
+
+    def __post_init__(self) -> None:
         self._checkpointed: int | None = None
         """Policy version of the newest checkpoint of this process."""
-        self._trained_with = (config.loss, config.train)
+        self._trained_with = (self.config.loss, self.config.train)
         """Settings that the trainer has; `_tune_trainer` updates them."""
 
     @property
     def policy_version(self) -> int:
         """The trainer's."""
-        return self._trainer.policy_version
+        return self.trainer.policy_version
 
     def run(self, stop: StopRequest) -> RunOutcome:
         """Train to the end, or until `stop`.
@@ -117,25 +108,25 @@ class TrainingLoop:
         weights, checkpoints, rows, and the trained model.
         """
         # Published before any wait for data, because the actors need these weights to produce it.
-        self._publish(Phases(self._dispatcher.doing))
-        while self._trainer.policy_version < self._config.train.num_steps:
-            phases = Phases(self._dispatcher.doing)
+        self._publish(Phases(self.dispatcher.doing))
+        while self.trainer.policy_version < self.config.train.num_steps:
+            phases = Phases(self.dispatcher.doing)
             phases.begin("wait_rollouts", "waiting for rollouts")
             groups = self._wait_batch(stop)
             if groups is None:
                 return self._end_early(stop)
             self._train(groups, phases)
-        self._dispatcher.doing("waiting for the last evaluation")
+        self.dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations(stop)
         self._save_model()
         # After the model, which is worth more where the disk has room for one of them.
-        if self._config.train.checkpoint_interval:
+        if self.config.train.checkpoint_interval:
             self._save_checkpoint()
         return "finished"
 
     def close(self) -> None:
         """End every rank's trainer."""
-        self._trainer.close()
+        self.trainer.close()
 
     def _wait_batch(self, stop: StopRequest) -> list[Group] | None:
         """Return the next batch; None when a signal asks to stop.
@@ -144,51 +135,51 @@ class TrainingLoop:
         """
         began = logged = time.monotonic()
         while not stop:
-            groups = self._dispatcher.take_batch(WAIT_S)
+            groups = self.dispatcher.take_batch(WAIT_S)
             if groups is not None:
                 return groups
-            self._trainer.idle()
+            self.trainer.idle()
             now = time.monotonic()
             if now - logged > LOG_WAITING_INTERVAL_S:
                 logged = now
-                logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self._dispatcher.waiting_for())
+                logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self.dispatcher.waiting_for())
         return None
 
     def _end_early(self, stop: StopRequest) -> RunOutcome:
         """Keep what was trained, as far as there is time before the machine is taken away."""
         left_s = self._left_of_grace_s(stop)
-        if self._config.train.checkpoint_interval:
-            if left_s is None or self._checkpoints.fits(left_s):
+        if self.config.train.checkpoint_interval:
+            if left_s is None or self.checkpoints.fits(left_s):
                 self._save_checkpoint()
             else:
                 logger.warning("no checkpoint: it would not fit into the %.0f s that are left of run.grace_s", left_s)
         if left_s is not None:
             return "paused"
-        if self._trainer.policy_version:
+        if self.trainer.policy_version:
             self._save_model()
         return "stopped"
 
     def _left_of_grace_s(self, stop: StopRequest) -> float | None:
         """Return the seconds before the machine ends this process by force; None where the signal asks for the run's end."""
-        grace_s = self._config.run.grace_s
+        grace_s = self.config.run.grace_s
         if grace_s is None or stop.asked_at is None or stop.reason != "SIGTERM":
             return None
         return grace_s - (time.monotonic() - stop.asked_at)
 
     def _train(self, groups: Sequence[Group], phases: Phases) -> None:
-        first_version = self._trainer.policy_version
+        first_version = self.trainer.policy_version
         phases.begin("train", f"training step {first_version + 1}")
         self._tune_trainer()
-        steps = self._trainer.train_batch(list(groups))
-        policy_version = self._trainer.policy_version
-        self._dispatcher.finish_batch(groups, policy_version)
-        self._wake_hub()
-        is_last = policy_version >= self._config.train.num_steps
-        if is_last or _passes(self._config.weights.interval, first_version, policy_version):
+        steps = self.trainer.train_batch(list(groups))
+        policy_version = self.trainer.policy_version
+        self.dispatcher.finish_batch(groups, policy_version)
+        self.wake_hub()
+        is_last = policy_version >= self.config.train.num_steps
+        if is_last or _passes(self.config.weights.interval, first_version, policy_version):
             self._publish(phases, last=is_last)
-        if _passes(self._config.train.checkpoint_interval, first_version, policy_version) or self._dispatcher.is_log_over():
+        if _passes(self.config.train.checkpoint_interval, first_version, policy_version) or self.dispatcher.is_log_over():
             self._save_checkpoint()
-        fleet = self._dispatcher.take_fleet_use()
+        fleet = self.dispatcher.take_fleet_use()
         seconds = {
             "time/step_s": phases.total(),
             "time/wait_rollouts_s": phases.seconds("wait_rollouts"),
@@ -196,58 +187,58 @@ class TrainingLoop:
             "time/publish_wait_s": phases.seconds("publish_wait"),
             "time/snapshot_s": phases.seconds("snapshot"),
         }
-        self._step_rows.record(steps, groups, first_version, seconds, fleet)
-        self._wake_hub()
+        self.step_rows.record(steps, groups, first_version, seconds, fleet)
+        self.wake_hub()
 
     def _save_checkpoint(self) -> None:
-        version = self._trainer.policy_version
-        if self._checkpointed != version and self._checkpoints.save():
+        version = self.trainer.policy_version
+        if self._checkpointed != version and self.checkpoints.save():
             self._checkpointed = version
 
     def _save_model(self) -> None:
-        self._dispatcher.doing("writing the model")
-        folder = Path(self._config.run.dir) / MODEL
+        self.dispatcher.doing("writing the model")
+        folder = Path(self.config.run.dir) / MODEL
         try:
-            self._trainer.save_model(folder)
+            self.trainer.save_model(folder)
         except CheckpointFailedError as error:
             raise RunFailedError(
                 f"the trained model could not be written to {folder}: {error}. Make room; then "
-                f"`offbeat export {self._config.run.dir}` writes the model of the newest checkpoint"
+                f"`offbeat export {self.config.run.dir}` writes the model of the newest checkpoint"
             ) from error
         logger.info("the trained model is in %s", folder)
 
     def _tune_trainer(self) -> None:
         """Bring every rank's trainer up to the settings in force."""
-        settings = self._dispatcher.settings()
+        settings = self.dispatcher.settings()
         loss, train = settings.loss, settings.train
         if (loss, train) == self._trained_with:
             return
         self._trained_with = (loss, train)
-        self._trainer.tune(clip_low=loss.clip_low, clip_high=loss.clip_high, learning_rate=train.learning_rate)
+        self.trainer.tune(clip_low=loss.clip_low, clip_high=loss.clip_high, learning_rate=train.learning_rate)
 
     def _publish(self, phases: Phases, *, last: bool = False) -> None:
         """Publish the weights, once a buffer is free to be filled."""
-        version = self._trainer.policy_version
+        version = self.trainer.policy_version
         phases.begin("publish_wait", f"publishing weights {version}")
-        with self._publisher.writing() as buffer:
+        with self.publisher.writing() as buffer:
             phases.begin("snapshot")
-            self._trainer.snapshot(buffer)
-            score = self._trainer.score(self._canary.token_ids.tolist())
-            self._canary.add(version, score.logprobs)
-            self._routing.add(version, score.routing)
-            self._publisher.publish(version)
-            self._dispatcher.publish(version, last=last)
-        self._wake_hub()
+            self.trainer.snapshot(buffer)
+            score = self.trainer.score(self.canary.token_ids.tolist())
+            self.canary.add(version, score.logprobs)
+            self.routing.add(version, score.routing)
+            self.publisher.publish(version)
+            self.dispatcher.publish(version, last=last)
+        self.wake_hub()
         phases.begin("checkpoint")
 
     def _finish_evaluations(self, stop: StopRequest) -> None:
         """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""
-        deadline = time.monotonic() + self._config.rollout.lease_timeout_s
-        while not self._dispatcher.wait_evaluations(WAIT_S):
+        deadline = time.monotonic() + self.config.rollout.lease_timeout_s
+        while not self.dispatcher.wait_evaluations(WAIT_S):
             # The other ranks wait for a command meanwhile, but only `COMMAND_TIMEOUT_S`.
-            self._trainer.idle()
+            self.trainer.idle()
             if stop or time.monotonic() > deadline:
-                logger.warning("the last evaluation was not finished in time: %s", self._dispatcher.waiting_for())
+                logger.warning("the last evaluation was not finished in time: %s", self.dispatcher.waiting_for())
                 return
 
 

@@ -4,6 +4,7 @@ accept -> buffer (in the ledger) -> drop what is too stale -> select a batch -> 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from offbeat.common.records.rows import EpochRow, EventRow, GroupRow, Recorder
@@ -30,30 +31,23 @@ class Selection(NamedTuple):
     lease_ids: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False)
 class GroupBuffer:
     """Owns the batch in training and the length-bias alarm. The groups themselves are in the journal's ledger."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        journal: LeaseJournal,
-        scheduler: RolloutScheduler[Group],
-        versions: Versions,
-        failures: LeaseFailures,
-        record: Recorder,
-        wake: Callable[[], None],
-        *,
-        drop_zero_variance: bool,
-    ) -> None:
-        """`wake` is called when a batch may be complete; `drop_zero_variance` drops groups whose rewards are all equal."""
-        self._prompts = prompts
-        self._journal = journal
-        self._scheduler = scheduler
-        self._versions = versions
-        self._failures = failures
-        self._record = record
-        self._wake = wake
-        self._drop_zero_variance = drop_zero_variance
+    _prompts: Sequence[Prompt]
+    _journal: LeaseJournal
+    _scheduler: RolloutScheduler[Group]
+    _versions: Versions
+    _failures: LeaseFailures
+    _record: Recorder
+    _wake: Callable[[], None]
+    """Called when a batch may be complete."""
+    _: KW_ONLY
+    drop_zero_variance: bool
+    """Drop groups whose rewards are all equal."""
+
+    def __post_init__(self) -> None:
         self._training = Selection()
         """The batch that was selected and is not finished."""
         self._bias = BiasMonitor()
@@ -79,7 +73,7 @@ class GroupBuffer:
         group = make_group(accepted, arrays, prompt)
         self._journal.commit(accepted, arrays, group)
         self._failures.forget(group.prompt_id)
-        if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
+        if self.drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
             self.drop(group, ZERO_VARIANCE, is_final=True)
         elif self._scheduler.has_batch():
             self._wake()
