@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,30 +54,24 @@ class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """The automatic bound's; None when it has measured none."""
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Writes the run's checkpoints, and shortens the log to what the oldest kept one needs."""
 
-    def __init__(
-        self,
-        run_folder: Path,
-        trainer: RankedTrainer,
-        dispatcher: Dispatcher,
-        auto_bound: AutoBound,
-        identity: run_identity.RunIdentity,
-        keep: int,
-        record: Recorder,
-    ) -> None:
-        """Keep the `keep` newest checkpoints in the folder of the run."""
-        self._root = run_folder / CHECKPOINTS
-        self._trainer = trainer
-        self._dispatcher = dispatcher
-        self._auto_bound = auto_bound
-        self._identity = identity
-        self._keep = keep
-        self._record = record
+    run_folder: Path
+    trainer: RankedTrainer
+    dispatcher: Dispatcher
+    auto_bound: AutoBound
+    identity: run_identity.RunIdentity
+    keep: int
+    """Number of newest checkpoints that are kept."""
+    record: Recorder
+
+    def __post_init__(self) -> None:
+        self._root = self.run_folder / CHECKPOINTS
         self._longest_s = 0.0
         """Seconds that the longest checkpoint of this process took."""
-        self._num_bytes = checkpoints.BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
+        self._num_bytes = checkpoints.BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in self.trainer.layout())
 
     def fits(self, seconds: float) -> bool:
         """Return whether a checkpoint is expected to be written within this time; True before the first one is measured."""
@@ -87,22 +82,22 @@ class Checkpoints:
 
         A full disk costs this checkpoint, not the run: the log has what happened since the last one.
         """
-        self._dispatcher.doing("writing a checkpoint")
+        self.dispatcher.doing("writing a checkpoint")
         started = time.monotonic()
-        folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
+        folder = checkpoints.checkpoint_folder(self._root, self.trainer.policy_version)
         try:
             checkpoints.require_room(self._root, self._num_bytes)
-            state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._identity, self._auto_bound.noise)
-            self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+            state = ServiceState(self.identity.run_id, self.dispatcher.state(), self.identity, self.auto_bound.noise)
+            self.trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.CheckpointFailedError, log_reading.LogFullError) as error:
             detail = f"{folder}: {error}; the run continues, and a restart would begin at the previous checkpoint"
             logger.warning(detail)
-            self._record(EventRow(event="checkpoint_failed", detail=detail))
+            self.record(EventRow(event="checkpoint_failed", detail=detail))
             return False
         self._longest_s = max(self._longest_s, time.monotonic() - started)
-        patiently(lambda: checkpoints.prune(self._root, keep=self._keep))
+        patiently(lambda: checkpoints.prune(self._root, keep=self.keep))
         if state.dispatcher.log_end is not None:
-            self._dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self._keep)))
+            self.dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self.keep)))
         logger.info("checkpoint %s", folder)
         return True
 
@@ -235,13 +230,13 @@ def check_identity(
         found for found in (run_identity.read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None
     ]
     hashes_before = run_identity.read_prompt_hashes(run_folder)
-    changes = [
-        change
+    # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
+    changes = {
+        change.name: change
         for before in known
         for change in run_identity.require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
-    ]
-    # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
-    return list({change.name: change for change in changes}.values())
+    }
+    return list(changes.values())
 
 
 def _identity_in_checkpoint(run_folder: Path) -> run_identity.RunIdentity | None:
