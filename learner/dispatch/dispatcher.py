@@ -321,17 +321,16 @@ class Dispatcher:
             match message:
                 case messages.StatusRequest() | messages.LiveSettingsRequest():
                     self._answer_operator(peer, message, now, sender)
+                case _ if not self._may_speak(peer, sender):
+                    pass
                 case messages.Hello():
-                    if self._may_speak(peer, sender):
-                        self._tell_end(peer)
-                        self._join(peer, message, now, sender)
+                    self._tell_end(peer)
+                    self._join(peer, message, now, sender)
                 case messages.RunRequest():
-                    if self._may_speak(peer, sender):
-                        self._tell_end(peer)
-                        self._join_server.answer(peer, message.index)
+                    self._tell_end(peer)
+                    self._join_server.answer(peer, message.index)
                 case _:
-                    if self._may_speak(peer, sender):
-                        self._hear(peer, message, arrays, now)
+                    self._hear(peer, message, arrays, now)
 
     def refuse(self, peer: bytes, error: WireError, sender: Sender = NO_KEYS) -> None:
         """Refuse bytes that are no message of ours."""
