@@ -188,7 +188,7 @@ def learn(model: nn.Module, weights: Weights, load: Callable[[], None], packers:
     `load` is done, if it cannot be repeated.
     """
     recorder = CopyRecorder(weights)
-    with _watched(packers, recorder, weights) as packed, recorder:
+    with recorder.watching(packers), recorder:
         load()
     if recorder.trouble is not None:
         raise NotReplayableError(recorder.trouble)
@@ -201,13 +201,13 @@ def learn(model: nn.Module, weights: Weights, load: Callable[[], None], packers:
                 # Tied parameters are one storage under two names.
                 destinations.setdefault(_storage(tensor), Destination(module, name, tensor, _storage(tensor), landings))
     landed = {landing.name for to in destinations.values() for landing in to.landings}
-    landed |= {landing.name for layer in packed for parameter in layer.parameters for landing in parameter.landings}
+    landed |= {landing.name for layer in recorder.packed for parameter in layer.parameters for landing in parameter.landings}
     if landed != weights.keys():
         raise NotReplayableError(f"the loader does not copy {min(weights.keys() - landed)}")
     for destination in destinations.values():
         if not destination.repeats(weights):
             raise NotReplayableError(f"{destination.name} of a {type(destination.module).__name__} is not a copy")
-    return WeightReplay(weights, list(destinations.values()), packed)
+    return WeightReplay(weights, list(destinations.values()), recorder.packed)
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -217,6 +217,8 @@ class CopyRecorder(TorchDispatchMode):
         super().__init__()
         self.trouble: str | None = None
         """The first thing done with weights that is more than a copy; None as long as there is none."""
+        self.packed: list[PackedLayer] = []
+        """The layers that watched packers have packed."""
         self._weights = weights
         self._incoming: dict[int, list[tuple[int, int, str]]] = {}
         """Storages of incoming tensors: first byte, end and name of each."""
@@ -251,6 +253,35 @@ class CopyRecorder(TorchDispatchMode):
             with self.paused():
                 self._note(func, [*args, *(kwargs or {}).values()], result)
         return result
+
+    @contextlib.contextmanager
+    def watching(self, packers: Iterable[Packer]) -> Iterator[None]:
+        """Append every call of a packer to `packed`, too."""
+        name = "process_weights_after_loading"
+        with contextlib.ExitStack() as stack:
+            for packer in packers:
+                vars(packer)[name] = functools.partial(self._pack_watched, packer, packer.process_weights_after_loading)
+                stack.callback(vars(packer).pop, name)
+            yield
+
+    def _pack_watched(self, packer: Packer, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
+        """Pack the layer, and note how to make the parameters that it no longer has afterwards."""
+        before = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.numel()}
+        with self.paused():
+            pack(layer)
+            gone: list[PackedParameter] = []
+            for name, parameter in before.items():
+                if layer.get_parameter(name).numel():
+                    continue
+                try:
+                    packed = PackedParameter(name, _region(parameter), parameter.dtype, self.landings(parameter))
+                except NotReplayableError as error:
+                    self.trouble = self.trouble or str(error)
+                    continue
+                if not packed.is_whole() or not torch.equal(packed.assemble(self._weights, parameter.device), parameter):
+                    self.trouble = self.trouble or f"{name} of a {type(layer).__name__} is not a copy"
+                gone.append(packed)
+        self.packed.append(PackedLayer(layer, packer, tuple(gone)))
 
     def _note(self, func: Any, arguments: list[Any], result: Any) -> None:
         tensors = _real_tensors(arguments)
@@ -298,53 +329,6 @@ class CopyRecorder(TorchDispatchMode):
             self._seen[storage] = StorageWeakRef(target.untyped_storage())
         before = self._landings.get(storage, [])
         self._landings[storage] = None if before is None or landings is None else [*before, *landings]
-
-
-@contextlib.contextmanager
-def _watched(packers: Iterable[Packer], recorder: CopyRecorder, weights: Weights) -> Iterator[list[PackedLayer]]:
-    """Yield a list that every call of a packer is appended to."""
-    calls: list[PackedLayer] = []
-    with contextlib.ExitStack() as stack:
-        for packer in packers:
-            watched = functools.partial(_pack_watched, packer, packer.process_weights_after_loading, recorder, weights, calls)
-            stack.enter_context(_replaced(packer, watched))
-        yield calls
-
-
-@contextlib.contextmanager
-def _replaced(packer: Packer, method: Callable[[nn.Module], None]) -> Iterator[None]:
-    vars(packer)["process_weights_after_loading"] = method
-    try:
-        yield
-    finally:
-        del vars(packer)["process_weights_after_loading"]
-
-
-def _pack_watched(
-    packer: Packer,
-    pack: Callable[[nn.Module], None],
-    recorder: CopyRecorder,
-    weights: Weights,
-    calls: list[PackedLayer],
-    layer: nn.Module,
-) -> None:
-    """Pack the layer, and note how to make the parameters that it no longer has afterwards."""
-    before = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.numel()}
-    with recorder.paused():
-        pack(layer)
-        gone: list[PackedParameter] = []
-        for name, parameter in before.items():
-            if layer.get_parameter(name).numel():
-                continue
-            try:
-                packed = PackedParameter(name, _region(parameter), parameter.dtype, recorder.landings(parameter))
-            except NotReplayableError as error:
-                recorder.trouble = recorder.trouble or str(error)
-                continue
-            if not packed.is_whole() or not torch.equal(packed.assemble(weights, parameter.device), parameter):
-                recorder.trouble = recorder.trouble or f"{name} of a {type(layer).__name__} is not a copy"
-            gone.append(packed)
-    calls.append(PackedLayer(layer, packer, tuple(gone)))
 
 
 def _layout(weights: Weights) -> dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]:
