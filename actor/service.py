@@ -25,7 +25,6 @@ from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
 from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
 from offbeat.actor.page import ActorPage, serving
-from offbeat.actor.rewards.calling import limits_of
 from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
@@ -86,11 +85,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
     model = resolve_model(config.model.path)
     images = ImageReader(model) if config.data.image_field else None
     # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
-    judge = (
-        start_workers(config, model)
-        if config.task.environment
-        else RewardRunner(config.task.reward, limits_of(config), config.task.reward_weights)
-    )
+    judge = start_workers(config, model) if config.task.environment else RewardRunner(config.task, config.actor)
     keys = keys_of_peer(config.hub, name)
     link = Link(
         config.hub.address,

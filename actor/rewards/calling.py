@@ -29,7 +29,7 @@ from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import one_line
 from offbeat.common.processes.child import become_child, guard_session
 from offbeat.common.records.logs import PrintedText
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import ActorSection, TaskSection
 
 logger = logging.getLogger(__name__)
 
@@ -40,36 +40,6 @@ POOL_LOOK_S = 1.0
 
 Call = Callable[[Sequence[Sample]], Awaitable[list[Outcome]]]
 """A call of a reward function: returns the outcome of each sample, in order, and ends at the time limit."""
-
-
-class RewardLimits(NamedTuple):
-    """The bounds that a config sets to calls of the reward function."""
-
-    timeout_s: float
-    """Longest time of one call, in seconds; for a plain function of one completion, of the calls for a group."""
-    retry_s: float
-    """Seconds for which a group whose reward is unavailable is tried again."""
-    num_workers: int
-    """Processes for a plain function."""
-    concurrency: int
-    """Calls of an async function at the same time."""
-    calls_per_s: float | None
-    """Calls that may be started in a second; None for no bound."""
-    batch_size: int
-    """Completions in one call of a function that takes them of any prompts."""
-
-
-def limits_of(config: Config) -> RewardLimits:
-    """Return the limits that the settings name."""
-    task, actor = config.task, config.actor
-    return RewardLimits(
-        timeout_s=task.reward_timeout_s,
-        retry_s=task.reward_retry_s,
-        num_workers=actor.reward_workers,
-        concurrency=actor.reward_concurrency,
-        calls_per_s=actor.reward_calls_per_s,
-        batch_size=actor.reward_batch_size,
-    )
 
 
 class MistakeError(Exception):
@@ -83,22 +53,20 @@ class MistakeError(Exception):
 class RewardCalls:
     """Divides the samples of a group into calls of the reward function, by its form."""
 
-    def __init__(self, path: str, weights: Mapping[str, float], limits: RewardLimits) -> None:
-        """Load the reward that `path` names. Raise `SettingError` if there is none."""
-        self._reward = reward = load_reward(path)
-        self._processes = (
-            None
-            if reward.is_async
-            else WorkerProcesses(path, weights, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
-        )
-        call = (
-            on_event_loop(reward, weights, timeout_s=limits.timeout_s, concurrency=limits.concurrency)
-            if self._processes is None
-            else self._processes.call
-        )
-        self._call = at_rate(call, RateLimiter(limits.calls_per_s), reward.num_calls)
-        num_slots = limits.concurrency if reward.is_async else limits.num_workers
-        self._batches = Batches(self._call, batch_size=limits.batch_size, num_slots=num_slots)
+    def __init__(self, task: TaskSection, actor: ActorSection) -> None:
+        """Load the reward that `task.reward` names. Raise `SettingError` if there is none."""
+        self._reward = reward = load_reward(task.reward)
+        weights, timeout_s = task.reward_weights, task.reward_timeout_s
+        self._processes: WorkerProcesses | None = None
+        if reward.is_async:
+            num_slots = actor.reward_concurrency
+            call = on_event_loop(reward, weights, timeout_s=timeout_s, concurrency=num_slots)
+        else:
+            num_slots = actor.reward_workers
+            self._processes = WorkerProcesses(task.reward, weights, num_workers=num_slots, timeout_s=timeout_s)
+            call = self._processes.call
+        self._call = at_rate(call, RateLimiter(actor.reward_calls_per_s), reward.num_calls)
+        self._batches = Batches(self._call, batch_size=actor.reward_batch_size, num_slots=num_slots)
 
     @property
     def is_async(self) -> bool:
@@ -114,9 +82,7 @@ class RewardCalls:
         """Return the outcome of each sample, in order; raise `MistakeError` as soon as one shows a mistake."""
         if self._reward.form == "samples":
             calls = [self._batches.outcome(key, sample) for sample in samples]
-        elif self._reward.form == "group":
-            return _without_mistakes(await self._call(samples))
-        elif is_first and not self._reward.is_async:
+        elif self._reward.form == "group" or (is_first and not self._reward.is_async):
             # One trip to a process for all: a cheap reward takes less time than the trip.
             return _without_mistakes(await self._call(samples))
         else:

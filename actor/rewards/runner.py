@@ -17,12 +17,13 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
-from offbeat.actor.rewards.calling import MistakeError, RewardCalls, RewardLimits
+from offbeat.actor.rewards.calling import MistakeError, RewardCalls
 from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries, UnavailableRewards
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import ServiceError, one_line
+from offbeat.common.settings.config import ActorSection, TaskSection
 
 logger = logging.getLogger(__name__)
 
@@ -91,23 +92,20 @@ class RewardRunner:
     Only `submit`, `poll`, `cancel`, `trouble` and `close` are for that thread. Worker processes live as long as the loop.
     """
 
-    def __init__(self, path: str, limits: RewardLimits, weights: dict[str, float] | None = None) -> None:
-        """Load the reward that `path` names, as in `load_reward`. Raise `SettingError` if there is none.
-
-        `weights` are those of the named parts of a reward: `task.reward_weights`.
-        """
-        self._calls = RewardCalls(path, weights or {}, limits)
-        self._limits = limits
+    def __init__(self, task: TaskSection, actor: ActorSection) -> None:
+        """Load the reward that `task.reward` names, as in `load_reward`. Raise `SettingError` if there is none."""
+        self._calls = RewardCalls(task, actor)
+        self._timeout_s = task.reward_timeout_s
         self._tasks: dict[int, Future[None]] = {}
         """Groups that `poll` has not returned."""
         self._ended: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
         """Results on their way from the loop's thread to the one that submits."""
-        self._retries: Retries[int] = Retries("rewards", limits.retry_s, lambda key: key)
+        self._retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda key: key)
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rewards", daemon=True)
         self._thread.start()
-        self._pulse = Pulse(limits.timeout_s + BLOCKED_LOOP_GRACE_S)
+        self._pulse = Pulse(self._timeout_s + BLOCKED_LOOP_GRACE_S)
         self._in_loop(self._pulse.beat())
         self._in_loop(self._calls.run_batches())
 
@@ -133,7 +131,7 @@ class RewardRunner:
         while not self._ended.empty():
             outcomes.append(self._ended.get())
         if self._pulse.is_blocked(time.monotonic()) and self._calls.is_async:
-            detail = f"no result {self._limits.timeout_s:g} s after the start: an async reward must not make blocking calls"
+            detail = f"no result {self._timeout_s:g} s after the start: an async reward must not make blocking calls"
             outcomes += [RewardFailure(key, "reward_timeout", detail) for key in self._tasks]
             for task in self._tasks.values():
                 task.cancel()

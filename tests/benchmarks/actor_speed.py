@@ -139,7 +139,6 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     from offbeat.actor.engines.choice import make_engine
     from offbeat.actor.engines.engine import EngineSettings
     from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
-    from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.sampling import SingleTurns
     from offbeat.actor.service import ActorService
@@ -151,7 +150,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
 
     config = Config(actor=ActorSection(max_inflight_groups=INFLIGHT_GROUPS), hub=HubSection(address=address))
     identity = ActorIdentity("actor-0", 1)
-    rewards = RewardRunner("exact_match", limits_of(config))
+    rewards = RewardRunner(config.task, config.actor)
     engine = make_engine(
         "vllm",
         folder,

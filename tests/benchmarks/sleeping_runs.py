@@ -16,7 +16,7 @@ import torch
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import GroupRow, Row, WeightsRow
-from offbeat.common.settings.config import ActorSection, Config, HubSection
+from offbeat.common.settings.config import ActorSection, Config, HubSection, TaskSection
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.hub import ActorLink, HubThread
@@ -115,7 +115,6 @@ def act(connection: Connection) -> None:
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
-    from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.sampling import SingleTurns
     from offbeat.actor.service import ActorService
@@ -130,7 +129,7 @@ def act(connection: Connection) -> None:
         reward = f"{no_reward.__module__}:{no_reward.__name__}"
         identity = ActorIdentity(name, time.time_ns())
         with (
-            contextlib.closing(RewardRunner(reward, limits_of(config))) as rewards,
+            contextlib.closing(RewardRunner(TaskSection(reward=reward), config.actor)) as rewards,
             Link(address, identity=identity.peer(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
         ):
             outbox = Outbox(resend_after_s=config.hub.dead_after_s)

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from offbeat.actor.rewards.runner import RewardRunner
-from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 from tests.chaos.faults import Attempt, Scene, commit
 from tests.chaos.judge import REWARD, SLOW_S, URL_VARIABLE, Judge, judged
 from tests.chaos.schedule import Fault, Target
@@ -43,7 +42,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr("offbeat.actor.rewards.retries.FIRST_DELAY_S", 0.05)
     judge = Judge("127.0.0.1")
     monkeypatch.setenv(URL_VARIABLE, judge.url)
-    runner = RewardRunner(REWARD, make_limits(retry_s=20.0))
+    runner = make_runner_of(REWARD, retry_s=20.0)
 
     def meanwhile() -> None:
         for key in range(4):

@@ -10,10 +10,9 @@ import pytest
 
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
 from offbeat.actor.rewards import retries
-from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.common.settings.config import Config, JudgeSection
 from tests.actor.judges.fake_judge import Answer, serving
-from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 
 PAGE = Path(__file__).parents[3] / "docs/rewards.md"
 
@@ -38,7 +37,7 @@ def test_documented_reward_waits_for_a_judge_that_comes_back(module: str, functi
     with serving(lambda number, request: Answer("Score: 8") if number >= 3 else Answer(status=503)) as fake:
         config = Config(judge=JudgeSection(url=fake.url, model="grader", max_retries=0))
         with handed_to_processes(config):
-            runner = RewardRunner(f"{module}:{function}", make_limits(retry_s=30))
+            runner = make_runner_of(f"{module}:{function}", retry_s=30)
             try:
                 runner.submit(1, samples(["please"]))
                 assert wait(runner) == {1: rewarded(1, 0.8)}

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.actor.rewards.calling import RewardLimits
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import Sample
+from offbeat.common.settings.config import ActorSection, TaskSection
 
 
-def make_limits(
+def make_runner_of(
+    reward: str,
+    weights: dict[str, float] | None = None,
     *,
     timeout_s: float = 20.0,
     retry_s: float = 0.0,
@@ -20,9 +22,16 @@ def make_limits(
     concurrency: int = 64,
     calls_per_s: float | None = None,
     batch_size: int = 64,
-) -> RewardLimits:
-    """Return limits with which nothing is tried again, unless a test asks for it."""
-    return RewardLimits(timeout_s, retry_s, num_workers, concurrency, calls_per_s, batch_size)
+) -> RewardRunner:
+    """Return a runner that tries nothing again, unless a test asks for it."""
+    task = TaskSection(reward=reward, reward_weights=weights or {}, reward_timeout_s=timeout_s, reward_retry_s=retry_s)
+    actor = ActorSection(
+        reward_workers=num_workers,
+        reward_concurrency=concurrency,
+        reward_calls_per_s=calls_per_s,
+        reward_batch_size=batch_size,
+    )
+    return RewardRunner(task, actor)
 
 
 def samples(completions: Sequence[str], row: Mapping[str, Any] | None = None, *, is_evaluation: bool = False) -> list[Sample]:

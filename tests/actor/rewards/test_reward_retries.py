@@ -16,7 +16,7 @@ import pytest
 from offbeat.actor.rewards import retries
 from offbeat.actor.rewards.runner import RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import RewardUnavailable
-from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 
 MakeRunner = Callable[..., RewardRunner]
 
@@ -35,7 +35,7 @@ def run_reward(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
         module.__file__ = __file__
         vars(module)["reward"] = function
         monkeypatch.setitem(sys.modules, "judged_rewards", module)
-        runners.append(RewardRunner("judged_rewards:reward", make_limits(retry_s=retry_s, **limits), weights))
+        runners.append(make_runner_of("judged_rewards:reward", weights, retry_s=retry_s, **limits))
         return runners[-1]
 
     yield make

@@ -15,7 +15,7 @@ import pytest
 from offbeat.actor.rewards import calling
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.common.errors import SettingError
-from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
     runners: list[RewardRunner] = []
 
     def make(function: str, **limits: Any) -> RewardRunner:
-        runners.append(RewardRunner(f"{module}:{function}", make_limits(**limits)))
+        runners.append(make_runner_of(f"{module}:{function}", **limits))
         return runners[-1]
 
     yield make
@@ -353,7 +353,7 @@ def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
 )
 def test_a_reward_that_cannot_be_is_refused_at_once_in_words(module, path, words):
     with pytest.raises(SettingError) as raised:
-        RewardRunner(path, make_limits())
+        make_runner_of(path)
     text = str(raised.value)
     assert "task.reward" in text
     assert path in text
@@ -362,7 +362,7 @@ def test_a_reward_that_cannot_be_is_refused_at_once_in_words(module, path, words
 
 def test_close_ends_stuck_workers_at_once(make_runner, module):
     before = set(children_of(os.getpid()))
-    runner = RewardRunner(f"{module}:stuck_in_c", make_limits(num_workers=2))
+    runner = make_runner_of(f"{module}:stuck_in_c", num_workers=2)
     runner.submit(1, samples(["slow"]))
     time.sleep(1.0)
     started = time.monotonic()
@@ -376,12 +376,12 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     """Workers inside a call that holds the interpreter end too."""
     script = textwrap.dedent("""
         import time
-        from offbeat.actor.rewards.calling import RewardLimits
         from offbeat.actor.rewards.runner import RewardRunner
         from offbeat.actor.rewards.samples import Sample
+        from offbeat.common.settings.config import ActorSection, TaskSection
         if __name__ == "__main__":
-            limits = RewardLimits(timeout_s=60, retry_s=0, num_workers=2, concurrency=1, calls_per_s=None, batch_size=1)
-            runner = RewardRunner("user_rewards:stuck_in_c", limits)
+            task = TaskSection(reward="user_rewards:stuck_in_c", reward_timeout_s=60, reward_retry_s=0)
+            runner = RewardRunner(task, ActorSection(reward_workers=2))
             for key, text in enumerate(["slow", "fast"]):
                 runner.submit(key, [Sample("p", text, {}, None, "stop", False)])
             while runner.num_pending > 1:
@@ -417,7 +417,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
-    runner = RewardRunner("math_answer", make_limits(timeout_s=30.0))
+    runner = make_runner_of("math_answer", timeout_s=30.0)
     try:
         runner.submit(1, samples(["It is 72", "It is 7"], {"answer": "#### 72"}))
         runner.submit(2, samples(["It is 72"], {"answer": ""}))
