@@ -1,14 +1,13 @@
 """The leases at work, from a lease through its completions and rewards to its answer, and the answers not acknowledged yet."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
 from offbeat.actor.engines.engine import Engine
-from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.sampling import RewardedGroup, SingleTurns
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
@@ -93,29 +92,22 @@ class _WaitingLease(NamedTuple):
     images: tuple[ImagePatches, ...]
 
 
+@dataclass(eq=False)
 class LeasesAtWork:
     """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampler: "SingleTurns | Episodes",
-        outbox: Outbox,
-        *,
-        max_message_bytes: int,
-        images: ImageReader | None = None,
-    ) -> None:
-        """`images` reads the images of prompts; None where prompts have none."""
-        self._engine = engine
-        self._sampler = sampler
-        self._outbox = outbox
-        self._images = images
-        self.max_message_bytes = max_message_bytes
-        """Largest array that the learner takes; the service sets it at each welcome."""
-        self.num_groups = 0
-        """Groups finished since the start."""
-        self._lease_ids: dict[int, None] = {}
-        self._waiting: list[_WaitingLease] = []
+    _engine: Engine
+    sampler: "SingleTurns | Episodes"
+    """Makes groups of leases; says which rewards or episodes it waits for, and whether they fail."""
+    _outbox: Outbox
+    max_message_bytes: int
+    """Largest array that the learner takes; the service sets it at each welcome."""
+    images: ImageReader | None = None
+    """Reads the images of prompts; None where prompts have none."""
+    num_groups: int = 0
+    """Groups finished since the start."""
+    _lease_ids: dict[int, None] = field(default_factory=dict)
+    _waiting: list[_WaitingLease] = field(default_factory=list)
 
     @property
     def lease_ids(self) -> tuple[int, ...]:
@@ -127,20 +119,10 @@ class LeasesAtWork:
         """True while a lease needs newer weights than the engine has."""
         return bool(self._waiting)
 
-    @property
-    def are_waiting_for_rewards(self) -> bool:
-        """True while a reward or an environment is awaited."""
-        return self._sampler.is_waiting
-
-    @property
-    def are_failing(self) -> bool:
-        """True while most rewards or episodes fail for causes that may pass."""
-        return self._sampler.is_failing
-
     def add(self, lease: Lease, prompt_token_ids: list[int], image_files: Frame = b"") -> None:
         """Take a lease; it starts with the next `start_ready`. `image_files` are the images of its prompt."""
         try:
-            images = read_images(lease, prompt_token_ids, image_files, self._images)
+            images = read_images(lease, prompt_token_ids, image_files, self.images)
         except ImageError as error:
             self._fail(lease.lease_id, "image_error", one_line(error))
             return
@@ -155,16 +137,16 @@ class LeasesAtWork:
         ready = [waiting for waiting in self._waiting if waiting.lease.min_policy_version <= version]
         self._waiting = [waiting for waiting in self._waiting if waiting.lease.min_policy_version > version]
         for lease, prompt_token_ids, images in ready:
-            self._sampler.begin(lease, prompt_token_ids, images)
+            self.sampler.begin(lease, prompt_token_ids, images)
 
     def step(self) -> None:
         """Advance the engine by one step."""
         for completion in self._engine.step():
-            self._sampler.add(completion)
+            self.sampler.add(completion)
 
     def collect(self) -> None:
         """Put the answers of leases that have ended into the outbox."""
-        for outcome in self._sampler.poll():
+        for outcome in self.sampler.poll():
             if self._lease_ids.pop(outcome.lease_id, 0) is not None:
                 continue
             if isinstance(outcome, RewardedGroup):
@@ -185,14 +167,6 @@ class LeasesAtWork:
     def return_waiting(self) -> None:
         """Give the leases that have not begun back to the learner."""
         self._return([waiting.lease.lease_id for waiting in self._waiting])
-
-    def reward_trouble(self) -> UnavailableRewards | None:
-        """Return which rewards are unavailable; None while none is."""
-        return self._sampler.trouble()
-
-    def environment_counts(self) -> dict[str, float]:
-        """Return the counters of episodes; empty without an environment."""
-        return self._sampler.counts()
 
     def _finish(self, group: RewardedGroup) -> None:
         message, arrays = as_group(group)
@@ -216,7 +190,7 @@ class LeasesAtWork:
     def _abort(self, lease_id: int) -> None:
         if lease_id in self._lease_ids:
             del self._lease_ids[lease_id]
-            self._sampler.cancel(lease_id)
+            self.sampler.cancel(lease_id)
             self._waiting = [waiting for waiting in self._waiting if waiting.lease.lease_id != lease_id]
 
 

@@ -57,24 +57,19 @@ class _Group:
         return tuple(self.completions[index] for index in range(self.lease.group_size))
 
 
+@dataclass(eq=False)
 class SingleTurns:
     """Samples the completions of leases and has them rewarded.
 
     `Episodes` has the same methods. All are called from the engine's thread and never wait.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardRunner,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._clock = clock
-        self._groups: dict[int, _Group] = {}
+    _engine: Engine
+    _tokenizer: PreTrainedTokenizerBase
+    _rewards: RewardRunner
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    _groups: dict[int, _Group] = field(default_factory=dict)
 
     @property
     def is_waiting(self) -> bool:
@@ -83,7 +78,7 @@ class SingleTurns:
 
     def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
         """Begin a lease whose weights the engine has."""
-        group = _Group(lease, self._clock())
+        group = _Group(lease, self.clock())
         self._groups[lease.lease_id] = group
         self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling, images)
 
@@ -96,7 +91,7 @@ class SingleTurns:
         group.completions[index] = completion
         if len(group.completions) < group.lease.group_size:
             return
-        group.generated_s = self._clock() - group.started_at
+        group.generated_s = self.clock() - group.started_at
         row = msgspec.json.decode(group.lease.row)
         self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
 
@@ -108,7 +103,7 @@ class SingleTurns:
             if group is None:
                 continue
             if isinstance(result, Rewarded):
-                reward_s = self._clock() - group.started_at - group.generated_s
+                reward_s = self.clock() - group.started_at - group.generated_s
                 outcomes.append(RewardedGroup(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
             else:
                 outcomes.append(SamplingFailure(result.key, result.reason, result.detail))

@@ -263,7 +263,7 @@ class ActorService:
             return 0.0
         is_change_expected = (
             self._weights.is_busy
-            or self._leases.are_waiting_for_rewards
+            or self._leases.sampler.is_waiting
             or self._leases.are_waiting_for_weights
             or not self._learner.is_welcome
         )
@@ -279,7 +279,7 @@ class ActorService:
             received = self._learner.receive(0.0)
 
     def _reason_to_wait(self) -> Activity:
-        if self._leases.are_waiting_for_rewards:
+        if self._leases.sampler.is_waiting:
             return "wait_rewards"
         is_behind = self._leases.are_waiting_for_weights or self._engine.policy_version is None
         return "wait_weights" if is_behind else "wait_leases"
@@ -344,7 +344,7 @@ class ActorService:
 
         More would only add to those that wait; with none, nobody would see that they succeed again.
         """
-        return min(1, self._capacity) if self._leases.are_failing else self._capacity
+        return min(1, self._capacity) if self._leases.sampler.is_failing else self._capacity
 
     def _offer(self) -> None:
         credit = self._credit()
@@ -364,11 +364,11 @@ class ActorService:
             num_running_completions=self._engine.num_unfinished,
             seconds=self._seconds.totals(),
             judge=counts_of_judge(),
-            environment=self._leases.environment_counts(),
+            environment=self._leases.sampler.counts(),
         )
 
     def _reward_trouble(self) -> messages.RewardTrouble | None:
-        trouble = self._leases.reward_trouble()
+        trouble = self._leases.sampler.trouble()
         if trouble is None:
             return None
         return messages.RewardTrouble(

@@ -7,6 +7,7 @@ played again with a new one: what the model reads never says that a server was d
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offbeat.common.errors import SettingError, one_line
@@ -100,23 +101,16 @@ class McpSession:
                 self._begun.set_exception(ConnectionError(f"no session with the MCP server {self._server}: {one_line(error)}"))
 
 
+@dataclass(eq=False)
 class McpServer:
-    """A server whose tools the model may call."""
+    """A server whose tools the model may call; see `mcp`."""
 
-    def __init__(
-        self,
-        server: str | Sequence[str],
-        env: Mapping[str, str] | None,
-        per_episode: bool,
-        start_timeout_s: float,
-        call_timeout_s: float,
-    ) -> None:
-        self._server = server
-        self._env = env
-        self._per_episode = per_episode
-        self._start_timeout_s = start_timeout_s
-        self._call_timeout_s = call_timeout_s
-        self._shared: McpSession | None = None
+    _server: str | Sequence[str]
+    _env: Mapping[str, str] | None
+    _per_episode: bool
+    _start_timeout_s: float
+    _call_timeout_s: float
+    _shared: McpSession | None = None
 
     async def schemas(self) -> list[ToolSchema]:
         """Ask the server for its tools, in a session for this alone."""
