@@ -25,9 +25,9 @@ from offbeat.protocols.addresses import address_file, is_loopback
 from offbeat.protocols.channels import Link
 from offbeat.protocols.keys import KeyFileError, read_key_pair
 from offbeat.protocols.message_parts import PART_BYTES, JoinSettings, JoinSettingsError, decode_join_settings
-from offbeat.protocols.messages import LearnerMessage, Refused, RunPart, RunRequest, Stop
+from offbeat.protocols.messages import Refused, RunPart, RunRequest, Stop
 from offbeat.protocols.text import as_name
-from offbeat.protocols.wire import Frame
+from offbeat.protocols.wire import Frame, FromLearner
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +130,8 @@ class JoinReceiver:
         self._num_parts: int | None = None
         self._digest = ""
         self._moved_at = time.monotonic()
-        self._asked_at = float("-inf")
-        self._is_asked = False
-        """True while a request is on its way, as far as is known."""
+        self._asked_at: float | None = None
+        """Time of the request that is on its way, as far as is known; None without one."""
 
     def receive(self) -> JoinSettings:
         """Return the join settings of the run, checked.
@@ -161,25 +160,18 @@ class JoinReceiver:
 
     def _ask(self) -> None:
         now = time.monotonic()
-        if self._is_asked and now - self._asked_at < ASK_AGAIN_S:
-            return
-        if not self._link.send(RunRequest(index=len(self._parts))):
-            return
-        self._asked_at, self._is_asked = now, True
+        is_due = self._asked_at is None or now - self._asked_at >= ASK_AGAIN_S
+        if is_due and self._link.send(RunRequest(index=len(self._parts))):
+            self._asked_at = now
 
     def _read(self) -> None:
-        received = receive_from_learner(self._link, LOOK_S, self._address)
-        if received is not None:
-            self._handle(received.message, received.arrays)
-
-    def _handle(self, message: LearnerMessage, arrays: tuple[Frame, ...]) -> None:
-        match message:
-            case RunPart():
-                self._take(message, arrays[0])
-            case Refused():
-                raise RefusedError(f"the learner at {self._address} does not accept --join: {message.reason}")
-            case Stop():
-                raise RunOverError(f"the learner ended the run: {message.reason}")
+        match receive_from_learner(self._link, LOOK_S, self._address):
+            case FromLearner(RunPart() as part, arrays):
+                self._take(part, arrays[0])
+            case FromLearner(Refused(reason=reason)):
+                raise RefusedError(f"the learner at {self._address} does not accept --join: {reason}")
+            case FromLearner(Stop(reason=reason)):
+                raise RunOverError(f"the learner ended the run: {reason}")
             case _:
                 pass
 
@@ -188,7 +180,7 @@ class JoinReceiver:
             # Another learner process, whose settings differ.
             self._parts.clear()
         self._digest, self._num_parts = part.digest, part.num_parts
-        self._is_asked = False
+        self._asked_at = None
         # A request that was repeated has two answers.
         if part.index == len(self._parts) and len(content) <= PART_BYTES:
             self._parts.append(bytes(content))
@@ -198,7 +190,7 @@ class JoinReceiver:
         """Return who did not answer, for how long, and the likely reason."""
         reason = self._link.refusal()
         if reason is None:
-            reason = "it is loading, or overloaded" if self._is_asked else "start it, or correct the address"
+            reason = "start it, or correct the address" if self._asked_at is None else "it is loading, or overloaded"
         progress = f" after {len(self._parts)} of {self._num_parts} parts of the run" if self._parts else ""
         return f"the learner at {self._address} did not answer for {now - self._moved_at:.0f} s{progress}: {reason}"
 

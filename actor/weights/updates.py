@@ -6,6 +6,7 @@ learner -> announce -> WeightReceiver (thread) -> outcome -> commit -> canary's 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,36 +17,27 @@ from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
 
 
+@dataclass(eq=False)
 class WeightUpdates:
     """The updates of one engine. It takes none before the first `join`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        send: Callable[..., bool],
-        open_pull_link: Callable[[str], Link],
-        staying_in_touch: Callable[[], AbstractContextManager[None]],
-        *,
-        recompute_kv: bool,
-        sends_routing: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`send(message, *arrays)` returns False when there is no connection now. `open_pull_link(address)` connects to the
-        learner's weight server. `sends_routing`: the learner measures routing.
-
-        The engine works inside `staying_in_touch()`, as a large model takes longer than the learner waits for a heartbeat.
-        """
-        self._engine = engine
-        self._send = send
-        self._open_pull_link = open_pull_link
-        self._staying_in_touch = staying_in_touch
-        self._recompute_kv = recompute_kv
-        self._sends_routing = sends_routing
-        self._clock = clock
-        self._receiver: WeightReceiver | None = None
-        self._canary: list[int] = []
-        self._file_logprobs: NDArray[np.float32] | None = None
-        """Log-probs of the canary under the model's files; None before the first `join`."""
+    _engine: Engine
+    _send: Callable[..., bool]
+    """`send(message, *arrays)` returns False when there is no connection now."""
+    _open_pull_link: Callable[[str], Link]
+    """Connects to the learner's weight server at an address."""
+    _staying_in_touch: Callable[[], AbstractContextManager[None]]
+    """The engine works inside this context, as a large model takes longer than the learner waits for a heartbeat."""
+    recompute_kv: bool
+    """`actor.on_update` is `recompute_kv`."""
+    sends_routing: bool
+    """The learner measures routing."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    _receiver: WeightReceiver | None = None
+    _canary: list[int] = field(default_factory=list)
+    _file_logprobs: NDArray[np.float32] | None = None
+    """Log-probs of the canary under the model's files; None before the first `join`."""
 
     @property
     def is_busy(self) -> bool:
@@ -81,10 +73,10 @@ class WeightUpdates:
     def commit(self, policy_version: int) -> None:
         """Swap in the received weights, report it, and score the canary under them."""
         assert self._receiver is not None
-        started = self._clock()
+        started = self.clock()
         with self._staying_in_touch():
-            self._engine.load_weights(self._receiver.buffer, policy_version, recompute_kv=self._recompute_kv)
-        stall_s = self._clock() - started
+            self._engine.load_weights(self._receiver.buffer, policy_version, recompute_kv=self.recompute_kv)
+        stall_s = self.clock() - started
         self._receiver.release()
         self._send(messages.WeightsCommitted(policy_version=policy_version, stall_s=stall_s))
         self._score_canary(policy_version)
@@ -99,7 +91,7 @@ class WeightUpdates:
         with self._staying_in_touch():
             score = self._engine.score(self._canary)
         self._send(messages.CanaryScored(policy_version=policy_version), score.logprobs)
-        if score.routed_experts is not None and self._sends_routing:
+        if score.routed_experts is not None and self.sends_routing:
             num_tokens, num_layers, top_k = score.routed_experts.shape
             routed = messages.CanaryRouted(
                 policy_version=policy_version, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k

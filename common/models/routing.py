@@ -29,11 +29,12 @@ class RoutingRecord:
     """The routers' choices that `record_routing` gathers."""
 
     def __init__(self) -> None:
-        self._choices: dict[nn.Module, Routing] = {}
+        self.choices: dict[nn.Module, Routing] = {}
+        """Each router's choice, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers stay in running order."""
 
     def routing(self) -> Routing | None:
         """Return the last forward pass's routing; None for a dense model, and where routers do not return what they chose."""
-        layers = list(self._choices.values())
+        layers = list(self.choices.values())
         if not layers or len({(layer.experts.shape, layer.num_experts) for layer in layers}) > 1:
             return None
         return Routing(
@@ -41,10 +42,6 @@ class RoutingRecord:
             margins=torch.stack([layer.margins for layer in layers], dim=1).cpu(),
             num_experts=layers[0].num_experts,
         )
-
-    def add(self, router: nn.Module, choice: Routing) -> None:
-        """Keep one router's choice, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers stay in running order."""
-        self._choices[router] = choice
 
 
 @contextmanager
@@ -61,7 +58,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             def note(module: nn.Module, inputs: Any, output: Any, logits_index: int = logits_index) -> None:
                 choice = _choice(output, logits_index)
                 if choice is not None:
-                    record.add(module, choice)
+                    record.choices[module] = choice
 
             stack.callback(router.register_forward_hook(note).remove)
         yield record

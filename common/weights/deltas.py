@@ -64,7 +64,10 @@ def apply_delta(delta: Frame, piece: NDArray[np.uint8], size: int) -> None:
     num_entries, num_compressed = np.frombuffer(delta[:HEADER_BYTES], dtype="<u8").tolist()
     if num_entries > len(words) or num_compressed > len(delta) - HEADER_BYTES:
         raise DeltaError(f"{num_entries} entries in {num_compressed} bytes do not fit {len(words)} words in {len(delta)} bytes")
-    entries = _decompress(delta, num_compressed, num_entries * (GAP_BYTES + size))
+    try:
+        entries = decompress(memoryview(delta)[HEADER_BYTES : HEADER_BYTES + num_compressed], num_entries * (GAP_BYTES + size))
+    except CompressionError as error:
+        raise DeltaError(f"a difference cannot be decompressed: {error}") from error
     gaps = _from_planes(entries[: num_entries * GAP_BYTES], GAP_BYTES)
     indices = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if num_entries and indices[-1] >= len(words):
@@ -80,10 +83,3 @@ def _planes(values: NDArray[np.integer]) -> bytes:
 
 def _from_planes(planes: NDArray[np.uint8], size: int) -> NDArray[np.integer]:
     return np.ascontiguousarray(planes.reshape(size, -1).T).view(f"<u{size}").reshape(-1)
-
-
-def _decompress(delta: Frame, num_compressed: int, num_bytes: int) -> NDArray[np.uint8]:
-    try:
-        return decompress(memoryview(delta)[HEADER_BYTES : HEADER_BYTES + num_compressed], num_bytes)
-    except CompressionError as error:
-        raise DeltaError(f"a difference cannot be decompressed: {error}") from error
