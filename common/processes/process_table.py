@@ -9,8 +9,8 @@ from pathlib import Path
 
 TRACKERS_S = 2.0
 """Seconds that the resource trackers of a killed group have to delete the semaphores and shared memory of the others."""
-_NUM_THREADS = 17
-"""Place of the number of threads among the fields of `_stat`."""
+_PARENT, _GROUP, _SESSION, _NUM_THREADS = 1, 2, 3, 17
+"""Places among the fields of `_stat`."""
 LOOK_S = 0.01
 """Seconds between two looks at a dying process."""
 
@@ -23,7 +23,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Return the living processes that this one started."""
-    return [child for child in _all() if _parent(child) == pid and not has_ended(child)]
+    return _living(_PARENT, pid)
 
 
 def descendants(pid: int) -> list[int]:
@@ -34,7 +34,7 @@ def descendants(pid: int) -> list[int]:
 
 def session(leader: int) -> list[int]:
     """Return the living processes of a session."""
-    return [pid for pid in _all() if _stat(pid)[3:4] == [str(leader)] and not has_ended(pid)]
+    return _living(_SESSION, leader)
 
 
 def arguments(pid: int) -> list[str]:
@@ -55,7 +55,7 @@ def kill_group(leader: int) -> None:
     The group's resource trackers go last: they end by themselves, within milliseconds, once they have deleted the semaphores
     and the shared memory of the others, which would else stay in /dev/shm.
     """
-    members = [pid for pid in _all() if _stat(pid)[2:3] == [str(leader)] and not has_ended(pid)]
+    members = _living(_GROUP, leader)
     trackers = [pid for pid in members if "resource_tracker" in " ".join(arguments(pid))]
     for pid in set(members) - set(trackers):
         with contextlib.suppress(ProcessLookupError):
@@ -71,9 +71,9 @@ def _all() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
+def _living(place: int, number: int) -> list[int]:
+    """Return the living processes that have this number at a place of `_stat`."""
+    return [pid for pid in _all() if _stat(pid)[place : place + 1] == [str(number)] and not has_ended(pid)]
 
 
 def _stat(pid: int) -> list[str]:

@@ -22,8 +22,7 @@ def check_judge(config: Config) -> None:
         raise SettingError("judge.key_env", MASK, problem, "Export the key as JUDGE_KEY, for example, and give that name.")
     if judge.options.get("stream") or judge.options.get("n", 1) != 1:
         raise SettingError("judge.options", judge.options, "one whole answer is read", "Remove `stream` and `n`.")
-    _check_time(config)
-    _check_share(config)
+    _check_limits(config)
 
 
 def is_address(url: str) -> bool:
@@ -44,23 +43,17 @@ def _check_address(url: str) -> None:
         raise SettingError("judge.url", url, "/chat/completions is added to it", "Give the part before it.")
 
 
-def _check_time(config: Config) -> None:
-    setting, limit_s = (
-        ("environment.turn_timeout_s", config.environment.turn_timeout_s)
-        if config.task.environment
-        else ("task.reward_timeout_s", config.task.reward_timeout_s)
-    )
+def _check_limits(config: Config) -> None:
+    """Refuse a time limit and a number of requests that do not suit the processes that ask."""
+    if config.task.environment:
+        ended_by, limit_s = "environment.turn_timeout_s", config.environment.turn_timeout_s
+        of_processes, num_processes = "environment.workers", config.environment.workers
+    else:
+        ended_by, limit_s = "task.reward_timeout_s", config.task.reward_timeout_s
+        of_processes, num_processes = "actor.reward_workers", config.actor.reward_workers
     if config.judge.timeout_s >= limit_s:
-        problem = f"a call is ended before it, by {setting} = {limit_s:g}"
-        raise SettingError("judge.timeout_s", config.judge.timeout_s, problem, f"Lower it, or raise {setting}.")
-
-
-def _check_share(config: Config) -> None:
-    setting, num_processes = (
-        ("environment.workers", config.environment.workers)
-        if config.task.environment
-        else ("actor.reward_workers", config.actor.reward_workers)
-    )
+        problem = f"a call is ended before it, by {ended_by} = {limit_s:g}"
+        raise SettingError("judge.timeout_s", config.judge.timeout_s, problem, f"Lower it, or raise {ended_by}.")
     if config.judge.max_concurrent < num_processes:
-        problem = f"each of the {num_processes} processes of {setting} needs a share of at least one"
-        raise SettingError("judge.max_concurrent", config.judge.max_concurrent, problem, f"Raise it, or lower {setting}.")
+        problem = f"each of the {num_processes} processes of {of_processes} needs a share of at least one"
+        raise SettingError("judge.max_concurrent", config.judge.max_concurrent, problem, f"Raise it, or lower {of_processes}.")
