@@ -14,7 +14,7 @@ from typing import Literal
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
-from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result, Sandbox
+from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Program, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
 from offbeat.common.processes.environment import num_cores
@@ -71,9 +71,9 @@ class Local:
             raise ValueError(f"memory_mb is {memory_mb}, and a Python program takes {LEAST_MEMORY_MB} at least")
         stop = threading.Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads(), lambda: self._run(self._chosen(), code, stdin, files, timeout_s, memory_mb, stop)
-            )
+            program = Program(code, stdin, files, timeout_s, memory_mb)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads(), lambda: self._run(self._chosen(), program, stop))
         finally:
             # The episode was cancelled, or the program has ended.
             stop.set()
@@ -89,18 +89,9 @@ class Local:
             self._process_id = os.getpid()
         return self._executor
 
-    def _run(
-        self,
-        backend: Backend,
-        code: str,
-        stdin: str,
-        files: Mapping[str, str],
-        timeout_s: float,
-        memory_mb: int,
-        stop: threading.Event,
-    ) -> Result:
+    def _run(self, backend: Backend, program: Program, stop: threading.Event) -> Result:
         with backend.launch(self._folders) as launch:
-            return run_program(launch, code, stdin, files, self._folders, timeout_s=timeout_s, memory_mb=memory_mb, stop=stop)
+            return run_program(launch, program, self._folders, stop)
 
     def _chosen(self) -> Backend:
         with self._lock:
@@ -115,7 +106,7 @@ class Local:
         sweep_folders()
         for backend in self._candidates():
             try:
-                result = self._run(backend, "print('works')", "", {}, TIMEOUT_S, MEMORY_MB, threading.Event())
+                result = self._run(backend, Program("print('works')"), threading.Event())
             except (RewardUnavailable, OSError) as error:
                 reasons.append(f"{backend.name}: {error}")
                 continue

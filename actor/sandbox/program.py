@@ -45,6 +45,17 @@ class Result(NamedTuple):
     """Wall time of the program, without the start of the sandbox."""
 
 
+class Program(NamedTuple):
+    """A Python program that nobody has read, with what it gets."""
+
+    code: str
+    stdin: str = ""
+    files: Mapping[str, str] = {}
+    """Written into its folder first, by name."""
+    timeout_s: float = TIMEOUT_S
+    memory_mb: int = MEMORY_MB
+
+
 class Sandbox(Protocol):
     """Runs programs that nobody has read. `Local` does so on this machine."""
 

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.program import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, Result, children_of
+from offbeat.actor.sandbox.program import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, Program, Result, children_of
 
 OUTPUT_BYTES = 1 << 20
 """Bytes of each output stream that are kept; a program that writes more is ended."""
@@ -31,19 +31,9 @@ _NO_MEMORY = f"OSError: [Errno {errno.ENOMEM}]"
 _CHUNK = 1 << 16
 
 
-def run_program(
-    launch: Launch,
-    code: str,
-    stdin: str,
-    files: Mapping[str, str],
-    folders: Sequence[str],
-    *,
-    timeout_s: float,
-    memory_mb: int,
-    stop: threading.Event,
-) -> Result:
+def run_program(launch: Launch, program: Program, folders: Sequence[str], stop: threading.Event) -> Result:
     """Run a program to its end. Raise `RewardUnavailable` when the sandbox fails, `OSError` when it cannot be started."""
-    limits = {"RLIMIT_AS": memory_mb << 20, "RLIMIT_FSIZE": DISK_BYTES, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
+    limits = {"RLIMIT_AS": program.memory_mb << 20, "RLIMIT_FSIZE": DISK_BYTES, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
     process = subprocess.Popen(
         launch.command,
         stdin=subprocess.PIPE,
@@ -58,8 +48,8 @@ def run_program(
         try:
             confinement = launch.confine(process.pid)
             order = {
-                "code": code.encode(),
-                "files": {name: text.encode() for name, text in files.items()},
+                "code": program.code.encode(),
+                "files": {name: text.encode() for name, text in program.files.items()},
                 "folders": list(folders),
                 "limits": limits,
                 "mark": _MARK,
@@ -67,7 +57,8 @@ def run_program(
                 "confine_source": Path(confine.__file__).read_text(encoding="utf-8") if confinement else "",
             }
             data = marshal.dumps(order)
-            return Running(process, launch, len(data).to_bytes(8, "little") + data + stdin.encode()).result(timeout_s, stop)
+            stdin = len(data).to_bytes(8, "little") + data + program.stdin.encode()
+            return Running(process, launch, stdin).result(program.timeout_s, stop)
         finally:
             process.kill()
 
