@@ -1,10 +1,12 @@
-"""The interface of engines, the values that cross it, and the checks that all engines make."""
+"""The interface of engines, the values that cross it, and what all engines do alike."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImagePatches, ImageReader
@@ -170,3 +172,12 @@ def check_options(options: Mapping[str, Any], known: Collection[str], own: Mappi
             raise SettingError(setting, value, f"this is not an option, because {own[name]}", "Remove it.")
         if name not in known:
             raise SettingError(setting, value, "the engine has no such option", "Remove it or correct its name.")
+
+
+@torch.no_grad()
+def spoil(model: nn.Module) -> None:
+    """Make every weight NaN: one that no update reaches then shows in the first score of the canary."""
+    for parameter in model.parameters():
+        # Quantized weights are integers or have one byte.
+        if parameter.is_floating_point() and parameter.element_size() > 1:
+            parameter.fill_(torch.nan)

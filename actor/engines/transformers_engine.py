@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from offbeat.actor.engines.batches import FinishedCompletion, OwnCaches, PagedBatches
-from offbeat.actor.engines.engine import CacheUse, Completion, EngineSettings, Score, check_prompt_length
+from offbeat.actor.engines.engine import CacheUse, Completion, EngineSettings, Score, check_prompt_length, spoil
 from offbeat.common.models.families import mixing_obstacle, plain_attention, set_attention
 from offbeat.common.models.folders import has_weight_files
 from offbeat.common.models.images import ImagePatches
@@ -34,6 +34,8 @@ GREEDY_TEMPERATURE = 1e-6
 class TransformersEngine:
     """An `Engine` on transformers."""
 
+    cache_use = CacheUse(0, 0)
+
     def __init__(self, model_path: str, settings: EngineSettings) -> None:
         """Load the model; its weights count as version -1. The options are of `ContinuousBatchingConfig`.
 
@@ -51,7 +53,7 @@ class TransformersEngine:
         make_batches = PagedBatches if _choose_attention(self._model) else OwnCaches
         self._batches = make_batches(self._model, settings, self._eos_token_ids)
         if not has_files:
-            _spoil(self._model)
+            spoil(self._model)
         self.info = EngineInfo(
             name="transformers",
             version=transformers.__version__,
@@ -68,10 +70,6 @@ class TransformersEngine:
         """Segments of every unfinished completion, by request id."""
         self._num_ended_tokens = 0
         self.num_loads = 0
-
-    @property
-    def cache_use(self) -> CacheUse:
-        return CacheUse(0, 0)
 
     @property
     def num_unfinished(self) -> int:
@@ -177,13 +175,6 @@ def _choose_attention(model: PreTrainedModel) -> bool:
     # With latent attention keys and values are of two sizes, and transformers' cache has one.
     is_latent = "kv_lora_rank" in model.config.to_dict()
     return name == "sdpa" and not is_latent and mixing_obstacle(model) is None
-
-
-@torch.no_grad()
-def _spoil(model: PreTrainedModel) -> None:
-    """Make every weight NaN: one that no update reaches then shows in the first score of the canary."""
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
 
 
 def _begin_segment(segments: list[Segment], segment: Segment) -> None:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
+from offbeat.actor.engines.engine import spoil
 from offbeat.actor.engines.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.common.weights.flat import Address, buffer_bytes, map_bytes, named_views, pin
 from offbeat.protocols.messages import TensorSpec
@@ -174,12 +175,3 @@ class NoWeightsLoader(DummyModelLoader):
         super().load_weights(model, model_config)
         for tensor, value in kept:
             tensor.copy_(value)
-
-
-@torch.no_grad()
-def spoil(model: nn.Module) -> None:
-    """Make every weight NaN: one that no update reaches then shows in the first score of the canary."""
-    for parameter in model.parameters():
-        # Quantized weights are integers or have one byte.
-        if parameter.is_floating_point() and parameter.element_size() > 1:
-            parameter.fill_(torch.nan)
