@@ -24,7 +24,7 @@ import numpy as np
 from offbeat.actor.rewards.failures import Failure, failure_of, file_of
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import SettingError
-from offbeat.common.user_code.functions import load_function
+from offbeat.common.user_code.functions import load_function, takes
 from offbeat.common.user_code.generated_tasks import score
 from offbeat.protocols.fields import LARGEST_REWARD, MAX_PARTS, PART_NAME
 from offbeat.protocols.text import plain
@@ -139,7 +139,13 @@ def load_reward(name: str) -> RewardFunction:
 
     Raise `SettingError` that says what is wrong with `task.reward`.
     """
-    function = _load(name)
+    if ":" in name:
+        function = load_function(name, setting="task.reward")
+    elif name in BUILT_IN:
+        function = BUILT_IN[name]
+    else:
+        cure = f"Take {' or '.join(BUILT_IN)}, or name your own as module:function."
+        raise SettingError("task.reward", name, f"there is no built-in reward {name!r}", cure)
     form = _form(function)
     if form is None:
         problem = f"{name.rpartition(':')[2]}{inspect.signature(function)} cannot take (prompt, completion, row)"
@@ -148,29 +154,15 @@ def load_reward(name: str) -> RewardFunction:
     return RewardFunction(function, form, inspect.iscoroutinefunction(function))
 
 
-def _load(name: str) -> Callable[..., Any]:
-    if ":" not in name:
-        if name not in BUILT_IN:
-            cure = f"Take {' or '.join(BUILT_IN)}, or name your own as module:function."
-            raise SettingError("task.reward", name, f"there is no built-in reward {name!r}", cure)
-        return BUILT_IN[name]
-    return load_function(name, setting="task.reward")
-
-
 def _form(function: Callable[..., Any]) -> Form | None:
     """Return the form of a function, from its parameters; None for a function that has none of the forms."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # written in C, without a signature
+    if takes(function, 3):
         return "completion"
-    names = list(signature.parameters)
-    if len(names) == 1 and names[0] in ("sample", "group", "samples"):
-        return names[0]
-    try:
-        signature.bind(*[None] * 3)
-    except TypeError:
-        return None
-    return "completion"
+    match list(inspect.signature(function).parameters):
+        case ["sample" | "group" | "samples" as form]:
+            return form
+        case _:
+            return None
 
 
 def reward_of(value: object, weights: Mapping[str, float]) -> Reward:

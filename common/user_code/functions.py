@@ -54,7 +54,7 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
         raise SettingError(setting, path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
     if not callable(function):
         raise SettingError(setting, path, f"{function_name!r} is of type {type(function).__name__}", "Name a function.")
-    if parameters is not None and not _takes(function, len(parameters)):
+    if parameters is not None and not takes(function, len(parameters)):
         problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
         raise SettingError(setting, path, problem, "Give it these parameters.")
     return function
@@ -89,7 +89,8 @@ def _import_problem(error: BaseException, module_name: str) -> tuple[str, str]:
     return problem, "Correct the module."
 
 
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+def takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Return whether a function can be called with so many arguments in order."""
     try:
         inspect.signature(function).bind(*[None] * num_arguments)
     except TypeError:
