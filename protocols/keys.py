@@ -233,11 +233,13 @@ class KeyCheck:
     def __init__(self, socket: zmq.Socket, key: KeyPair, allowed: AllowList, is_muted: Callable[[bytes], bool]) -> None:
         """Set up `socket`, which must not be bound yet. `is_muted(public_key)` is called on another thread."""
         self._allowed = allowed
+        self._is_muted = is_muted
         self._keys_of: dict[bytes, bytes] = {}
         """Public key by connection identity."""
+        self._logged: set[bytes] = set()
         self._authenticator = ThreadAuthenticator(socket.context, log=logging.getLogger("zmq.auth"))
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=_Doorkeeper(allowed, is_muted))
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
@@ -265,17 +267,8 @@ class KeyCheck:
         """End the thread that answers handshakes."""
         self._authenticator.stop()
 
-
-class _Doorkeeper:
-    """Decides about each handshake, on the authenticator's thread."""
-
-    def __init__(self, allowed: AllowList, is_muted: Callable[[bytes], bool]) -> None:
-        self._allowed = allowed
-        self._is_muted = is_muted
-        self._logged: set[bytes] = set()
-
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return True when the owner of this public key may connect. The library calls it by this name."""
+        """Return True when the owner of this public key may connect. The authenticator's thread calls it by this name."""
         if self._allowed.sender(key) is not None:
             # A flooder that was cut off must not get back in with a new connection.
             return not self._is_muted(key)

@@ -192,13 +192,9 @@ class ChatEpisode:
         self._num_asked = 0
         """Turns asked for, which is the number of the next one."""
         self._replies: dict[int, asyncio.Future[TurnSampled]] = {}
-        self._room = max_episode_tokens - play.num_prompt_tokens
-        self._has_ended = False
-
-    @property
-    def room(self) -> int:
+        self.room = max_episode_tokens - play.num_prompt_tokens
         """Tokens that still fit into all sequences, without those that turns may get which are being sampled."""
-        return self._room
+        self._has_ended = False
 
     @cached_property
     def url(self) -> str:
@@ -220,18 +216,18 @@ class ChatEpisode:
         back = 0 if continues is None else number - continues
         self._send(SampleTurn(episode=self.play.episode, back=back, context=context, max_new_tokens=max_new_tokens))
         self._num_asked += 1
-        self._room -= taken
+        self.room -= taken
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
             sampled = await reply
         except asyncio.CancelledError:
-            self._room += taken
+            self.room += taken
             if not self._has_ended:
                 self._send(Withdraw(episode=self.play.episode, turn=number))
             raise
         finally:
             del self._replies[number]
-        self._room += max_new_tokens - len(sampled.token_ids)
+        self.room += max_new_tokens - len(sampled.token_ids)
         return number, sampled
 
     def reward(self, value: float, branch: int | None) -> None:

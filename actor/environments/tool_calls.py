@@ -82,14 +82,14 @@ class TurnParser:
 
 def _load(tokenizer: Any, tool_parser: str, reasoning_parser: str) -> Any:
     """Return vLLM's class that reads both."""
+    given = ("environment.tool_parser", tool_parser) if tool_parser else ("environment.reasoning_parser", reasoning_parser)
     try:
         from vllm.parser.parser_manager import ParserManager
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        setting = "environment.tool_parser" if tool_parser else "environment.reasoning_parser"
         cure = "Install offbeat[cpu] or offbeat[cuda], or remove the setting."
-        raise SettingError(setting, tool_parser or reasoning_parser, f"it needs vLLM ({error})", cure) from error
+        raise SettingError(*given, f"it needs vLLM ({error})", cure) from error
     for setting, name, known in (
         ("environment.tool_parser", tool_parser, ToolParserManager.list_registered()),
         ("environment.reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
@@ -108,8 +108,5 @@ def _load(tokenizer: Any, tool_parser: str, reasoning_parser: str) -> Any:
             model_name=tokenizer.name_or_path,
         )
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
-        setting = "environment.tool_parser" if tool_parser else "environment.reasoning_parser"
         problem = f"the parser cannot be used with this tokenizer ({' '.join(str(error).split())})"
-        raise SettingError(
-            setting, tool_parser or reasoning_parser, problem, "Use the parser of the model's family."
-        ) from error
+        raise SettingError(*given, problem, "Use the parser of the model's family.") from error

@@ -58,24 +58,16 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = starts.start(theirs)
-        self._pipe = Pipe(ours, FROM_WORKER)
-        self._pipe.send(begin)
+        self.pipe = Pipe(ours, FROM_WORKER)
+        self.pipe.send(begin)
         self.episodes: set[str] = set()
         """Episodes that have begun here and have not ended."""
         self.is_ready = False
         self.started_at = time.monotonic()
 
-    def send(self, message: ToWorker) -> None:
-        """Queue a message. Raise `ChildError`."""
-        self._pipe.send(message)
-
-    def exchange(self) -> list[FromWorker]:
-        """Send what waits and return what has arrived. Raise `ChildError`."""
-        return self._pipe.exchange()
-
     def kill(self) -> None:
         """Kill the process; its guard kills what it has started."""
-        self._pipe.close()
+        self.pipe.close()
         self._process.kill()
         self._process.wait()
 
@@ -132,7 +124,7 @@ class Workers:
         """Yield the messages that have arrived, and the name of each episode that died with its worker. Never waits."""
         for index, worker in enumerate(self._workers):
             try:
-                messages = worker.exchange()
+                messages = worker.pipe.exchange()
                 if not worker.is_ready and time.monotonic() > worker.started_at + START_S:
                     raise ChildError(f"it was not ready after {START_S:g} s")
             except ChildError as error:
@@ -152,7 +144,7 @@ class Workers:
 
     def _try_to_send(self, worker: WorkerProcess, message: ToWorker) -> None:
         try:
-            worker.send(message)
+            worker.pipe.send(message)
         except ChildError:
             # The next `poll` finds it.
             logger.debug("an environment worker does not read")
@@ -181,7 +173,7 @@ class Workers:
         try:
             while not all(worker.is_ready for worker in self._workers):
                 for worker in self._workers:
-                    for message in worker.exchange():
+                    for message in worker.pipe.exchange():
                         assert isinstance(message, Ready)
                         self._note_ready(worker, message)
                 if time.monotonic() > deadline:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
@@ -75,13 +76,13 @@ class CollapsingHandler(logging.Handler):
         self._shown_by.handle(counted)
 
 
+@dataclass
 class _Repeated:
     """A message that was shown, and its repetitions since."""
 
-    def __init__(self, record: logging.LogRecord, shown_at: float) -> None:
-        self.last = record
-        self.shown_at = shown_at
-        self.count = 0
+    last: logging.LogRecord
+    shown_at: float
+    count: int = 0
 
 
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
