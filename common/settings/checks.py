@@ -47,8 +47,7 @@ def check_before_run(config: Config) -> list[str]:
 
 def least_staleness(config: Config) -> int:
     """Return the smallest `staleness.max_staleness` with which the run does not wait forever."""
-    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
-    return batch_steps - 1 + _steps_behind(config)
+    return config.train.batch_steps - 1 + _steps_behind(config)
 
 
 def _check_lengths(config: Config) -> None:
@@ -74,15 +73,14 @@ def _check_lengths(config: Config) -> None:
 def _steps_behind(config: Config) -> int:
     """Return the greatest age of the newest weights at the start of a batch, in optimizer steps."""
     # Weights are sent after whole batches, at least `weights.interval` steps apart.
-    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
+    batch_steps = config.train.batch_steps
     return (math.ceil(config.weights.interval / batch_steps) - 1) * batch_steps
 
 
 def _check_staleness(config: Config) -> None:
     staleness, train, interval = config.staleness, config.train, config.weights.interval
     # The last groups of a batch of k steps are trained on k - 1 steps after it starts.
-    behind, least = _steps_behind(config), least_staleness(config)
-    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    behind, least, batch_steps = _steps_behind(config), least_staleness(config), train.batch_steps
     if staleness.max_staleness < least:
         problem = (
             f"the run would wait forever. With {_steps_of_batch(train)}, the last step on the groups of a batch is taken "
@@ -119,8 +117,7 @@ def _check_staleness(config: Config) -> None:
 
 
 def _check_steps(config: Config) -> None:
-    train = config.train
-    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    train, batch_steps = config.train, config.train.batch_steps
     if train.num_steps % batch_steps:
         problem = f"it is not a multiple of {_steps_of_batch(train)}, so the last batch would not be complete"
         cure = f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}."

@@ -237,3 +237,8 @@ class TrainSection(Section, frozen=True):
     `log.retain_mb` needs; a learner that dies then trains again from the first step, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
+
+    @property
+    def batch_steps(self) -> int:
+        """Optimizer steps on the groups of one selection."""
+        return self.steps_per_batch * self.epochs_per_batch

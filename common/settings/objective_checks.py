@@ -4,7 +4,6 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.completion import engine_noise, has_engine_noise
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import WEIGHING, own_functions, parse_corrections
-from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.library_options import SETTING
 from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, defaults_of, parse_objective
 
@@ -42,12 +41,12 @@ def objective_warnings(config: Config) -> list[str]:
         )
     if loss.objective == "reinforce" and loss.correction == "none":
         warnings.append('loss.objective = "reinforce" has no importance ratio: stale rollouts are trained on as if new.')
-    elif loss.anchor == "proximal" and _is_one_step(config.train):
+    elif loss.anchor == "proximal" and config.train.batch_steps == 1:
         warnings.append(
             'loss.anchor = "proximal" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: nothing has moved at the '
             "one step that is taken, so the clip does nothing and only the objective's weight pi / mu acts."
         )
-    elif loss.anchor == "decoupled" and _is_one_step(config.train) and loss.objective != "reinforce":
+    elif loss.anchor == "decoupled" and config.train.batch_steps == 1 and loss.objective != "reinforce":
         warnings.append(
             'loss.anchor = "decoupled" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: the ratio is 1 at the '
             "one step that is taken, so the clip does nothing and only loss.correction acts."
@@ -81,7 +80,7 @@ def _check_ratio(config: Config) -> None:
         problem = f'loss.objective = "{loss.objective}" has pi / mu as its weight already, which contains pi_old / mu'
         cure = 'Set loss.anchor="proximal", or "behavior", and remove loss.correction.'
         raise SettingError("loss.anchor", loss.anchor, problem, cure)
-    if loss.anchor == "proximal" and _is_one_step(config.train) and not has_behavior_weight:
+    if loss.anchor == "proximal" and config.train.batch_steps == 1 and not has_behavior_weight:
         raise SettingError(
             "loss.anchor",
             "proximal",
@@ -107,11 +106,6 @@ def _check_group_ratio(config: Config) -> None:
     if loss.correction != "none":
         problem = "the ratio to the group's likelihood corrects for staleness already, and so would the correction"
         raise SettingError("loss.correction", loss.correction, problem, 'Remove it, or set loss.anchor="behavior".')
-
-
-def _is_one_step(train: TrainSection) -> bool:
-    """Tell if each batch makes a single optimizer step."""
-    return train.steps_per_batch * train.epochs_per_batch == 1
 
 
 def _check_clip(config: Config) -> None:
