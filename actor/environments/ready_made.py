@@ -17,6 +17,7 @@ import inspect
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,7 @@ def gym(
         try:
             await in_thread(lambda: opened.append(make()), thread)
             (environment,) = opened
-            first, _ = await _in(thread, environment.reset, seed=row.get("seed", chat.seed), options=row)
+            first, _ = await in_thread(partial(environment.reset, seed=row.get("seed", chat.seed), options=row), thread)
             if observation(first) != chat.prompt:
                 chat.add("user", observation(first))
             for turn in range(1, max_turns + 1):
@@ -76,7 +77,7 @@ def gym(
                 except ValueError as error:
                     chat.add("user", f"Error: {error}")
                     continue
-                seen, reward, terminated, truncated, _ = await _in(thread, environment.step, taken)
+                seen, reward, terminated, truncated, _ = await in_thread(partial(environment.step, taken), thread)
                 chat.reward(reward)
                 if terminated or truncated:
                     return
@@ -106,7 +107,8 @@ def tools(
     """
     own = [FunctionTool(function) for function in functions if not isinstance(function, McpServer)]
     servers = [server for server in functions if isinstance(server, McpServer)]
-    return ToolUse(own, servers, reward, max_turns, max_result_tokens)
+    _require_different([tool.name for tool in own])
+    return ToolUse({tool.name: tool for tool in own}, servers, reward, max_turns, max_result_tokens)
 
 
 class FunctionTool:
@@ -146,25 +148,17 @@ class FunctionTool:
         return await in_thread(partial(self._function, **values))
 
 
+@dataclass(eq=False)
 class ToolUse:
     """Plays episodes in which the model calls tools."""
 
-    def __init__(
-        self,
-        own: Sequence[FunctionTool],
-        servers: Sequence[McpServer],
-        reward: RewardOfAnswer,
-        max_turns: int,
-        max_result_tokens: int,
-    ) -> None:
-        self._tools = {tool.name: tool for tool in own}
-        self._servers = servers
-        self._served: dict[str, McpServer] = {}
-        """The servers' tools, once they have been asked for their schemas."""
-        self._reward = reward
-        self._max_turns = max_turns
-        self._max_result_tokens = max_result_tokens
-        _require_different([tool.name for tool in own])
+    _tools: Mapping[str, FunctionTool]
+    _servers: Sequence[McpServer]
+    _reward: RewardOfAnswer
+    _max_turns: int
+    _max_result_tokens: int
+    _served: dict[str, McpServer] = field(default_factory=dict)
+    """The servers' tools, once they have been asked for their schemas."""
 
     async def schemas(self) -> list[ToolSchema]:
         """Return the schema of each tool, and remember which server has which."""
@@ -235,11 +229,7 @@ def _without_row(function: Callable[..., object]) -> Callable[..., object]:
     return described
 
 
-async def _in(thread: ThreadPoolExecutor, method: Callable[..., object], *values: object, **named: object) -> Any:
-    return await in_thread(partial(method, *values, **named), thread)
-
-
-async def in_thread(call: Callable[[], object], executor: ThreadPoolExecutor | None = None) -> object:
+async def in_thread(call: Callable[[], object], executor: ThreadPoolExecutor | None = None) -> Any:
     """Make a call of a plain function in a thread, that of an async one here; return what it returns."""
     if inspect.iscoroutinefunction(call):
         return await call()

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, named_event, number_of_tokens, pieces
 from offbeat.common.user_code.requests import (
     Body,
     CallRefused,
@@ -58,20 +58,20 @@ def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
     """Yield the message without its content, each block in pieces, the reason of the end, and the end."""
     message = write(call, answer)
     begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
-    yield _event("message_start", message=begun)
+    yield named_event("message_start", message=begun)
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
-            yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
+            yield named_event("content_block_start", index=index, content_block={"type": "text", "text": ""})
             deltas = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
         else:
-            yield _event("content_block_start", index=index, content_block={**block, "input": {}})
+            yield named_event("content_block_start", index=index, content_block={**block, "input": {}})
             deltas = [{"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}]
         for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
+            yield named_event("content_block_delta", index=index, delta=delta)
+        yield named_event("content_block_stop", index=index)
     end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
-    yield _event("message_delta", delta=end, usage={"output_tokens": answer.num_sampled_tokens})
-    yield _event("message_stop")
+    yield named_event("message_delta", delta=end, usage={"output_tokens": answer.num_sampled_tokens})
+    yield named_event("message_stop")
 
 
 def write_problem(refused: CallRefused) -> dict[str, Any]:
@@ -129,7 +129,3 @@ def _input(arguments: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"

@@ -7,6 +7,8 @@ policy that sampled each token, and another temperature, a penalty or a grammar 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from offbeat.common.user_code.requests import Body, CallRefused, Message
 
 PIECE = 256
@@ -61,6 +63,11 @@ class Dialect(NamedTuple):
 def pieces(text: str) -> Iterator[str]:
     """Yield a text in parts, as streams have it."""
     yield from (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+
+
+def named_event(kind: str, **fields: Any) -> bytes:
+    """Return a server-sent event whose name is the type of its data, too."""
+    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
 
 
 def number_of_tokens(body: Body, *names: str) -> int | None:

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-import msgspec
-
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, named_event, number_of_tokens, pieces
 from offbeat.actor.environments.endpoint.chat_completions import write_problem
 from offbeat.common.user_code.requests import Body, CallRefused, read_responses, text_field
 
@@ -60,8 +58,7 @@ def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
     numbers = count()
 
     def event(kind: str, **fields: Any) -> bytes:
-        value = {"type": kind, "sequence_number": next(numbers), **fields}
-        return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(value) + b"\n\n"
+        return named_event(kind, sequence_number=next(numbers), **fields)
 
     response = write(call, answer)
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
