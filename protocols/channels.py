@@ -79,15 +79,10 @@ class Hub:
         A port that is taken is tried again for `patience_s` seconds.
         """
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
-        _require_descriptors()
         self._guard = FloodGuard()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = _open_socket(zmq.ROUTER, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
         # A machine that loses its power says no goodbye, and its connection would take a descriptor for good.
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
@@ -277,7 +272,7 @@ class Hub:
         self._socket.close(linger=linger_ms)
         if self._key_check is not None:
             self._key_check.close()
-        self._context.term()
+        self._socket.context.term()
 
 
 class Link:
@@ -297,7 +292,6 @@ class Link:
         `address` may name a file, as `hub.address` may; without it the link waits for `follow`.
         """
         assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
-        _require_descriptors()
         self._setting = address
         self._address: str | None = None
         """The address that the socket connects to; None while there is none."""
@@ -308,15 +302,11 @@ class Link:
         self._refusal: str | None = None
         self._is_given_up = False
         self._connected_at = time.monotonic()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _open_socket(zmq.DEALER, max_message_bytes)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
         # Without a connection a send fails at once: unacknowledged messages wait in the outbox, not in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         if key is not None and learner_key is not None:
@@ -438,11 +428,14 @@ class Link:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
-        self._context.term()
+        self._socket.context.term()
 
 
-def _require_descriptors() -> None:
-    """Raise `ChannelError` unless descriptors are left for a socket: ZeroMQ aborts the process that has too few."""
+def _open_socket(kind: int, max_message_bytes: int) -> zmq.Socket:
+    """Return a socket with a context of its own.
+
+    Raise `ChannelError` unless descriptors are left for it: ZeroMQ aborts the process that has too few.
+    """
     taken: list[int] = []
     try:
         for _ in range(DESCRIPTORS_PER_SOCKET):
@@ -458,3 +451,8 @@ def _require_descriptors() -> None:
     finally:
         for descriptor in taken:
             os.close(descriptor)
+    opened = zmq.Context().socket(kind)
+    opened.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    opened.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    opened.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+    return opened

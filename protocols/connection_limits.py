@@ -58,8 +58,7 @@ class FloodGuard:
 
     def note_well_formed(self, sender: bytes) -> None:
         """Forget the sender's malformed messages."""
-        if self._num_malformed:
-            self._num_malformed.pop(sender, None)
+        self._num_malformed.pop(sender, None)
 
     def note_rejected(self, sender: bytes) -> None:
         """Count a message whose content the learner rejected."""
@@ -67,8 +66,7 @@ class FloodGuard:
 
     def note_accepted(self, sender: bytes) -> None:
         """Forget the sender's rejected messages."""
-        if self._num_rejected:
-            self._num_rejected.pop(sender, None)
+        self._num_rejected.pop(sender, None)
 
     def count_dropped(self, name: str, reason: str) -> None:
         """Count a message that was dropped unread."""

@@ -200,29 +200,26 @@ class Pipe(Generic[Message]):
         """Send what the socket takes, and return the messages that have arrived. Raise `ChildError`."""
         try:
             if self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
+                with contextlib.suppress(BlockingIOError):
+                    del self._unsent[: self._socket.send(self._unsent)]
+            with contextlib.suppress(BlockingIOError):
+                self._receive()
         except OSError as error:
             raise ChildError("it has ended") from error
-        return self._read()
+        return self._decode()
 
     def close(self) -> None:
         """Close the pipe, which ends the child."""
         self._socket.close()
 
-    def _read(self) -> list[Message]:
-        try:
-            while more := self._socket.recv(READ_BYTES):
-                self._received += more
-                if len(more) < READ_BYTES:
-                    break
-            else:
-                raise ChildError("it has ended")
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise ChildError("it has ended") from error
+    def _receive(self) -> None:
+        while more := self._socket.recv(READ_BYTES):
+            self._received += more
+            if len(more) < READ_BYTES:
+                return
+        raise ChildError("it has ended")
+
+    def _decode(self) -> list[Message]:
         messages: list[Message] = []
         while len(self._received) >= HEAD.size:
             (length,) = HEAD.unpack_from(self._received)

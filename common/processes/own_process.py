@@ -19,6 +19,7 @@ ROOM_VARIABLE = "OFFBEAT_ROOM"
 """Environment variable of programs that fork others. It only makes room for a variable of theirs."""
 ROOM = "-" * 64
 """Its value."""
+_ROOM_LINE = f"{ROOM_VARIABLE}={ROOM}".encode()
 
 _ARGUMENTS, _ENVIRONMENT = 45, 47
 """Places of their addresses in /proc/PID/stat behind the name: fields 48 and 50 of proc(5), the third is the first here."""
@@ -38,21 +39,17 @@ def show_arguments(arguments: Sequence[str]) -> None:
 
 def has_room_for_variable() -> bool:
     """Return whether `show_variable` can be called: it needs the room of `ROOM_VARIABLE`, once."""
-    return _room() in _shown_environment()
+    return _ROOM_LINE in _shown_environment()
 
 
 def show_variable(name: str, value: str) -> None:
     """Set an environment variable, also where the kernel shows this process's environment, which its forks inherit."""
-    room, line = _room(), f"{name}={value}".encode()
-    place = _shown_environment().index(room)
-    assert len(line) <= len(room)
+    line = f"{name}={value}".encode()
+    place = _shown_environment().index(_ROOM_LINE)
+    assert len(line) <= len(_ROOM_LINE)
     os.environ.pop(ROOM_VARIABLE, None)
-    ctypes.memmove(_addresses(_ENVIRONMENT)[0] + place, line.ljust(len(room), b"\0"), len(room))
+    ctypes.memmove(_addresses(_ENVIRONMENT)[0] + place, line.ljust(len(_ROOM_LINE), b"\0"), len(_ROOM_LINE))
     os.environ[name] = value
-
-
-def _room() -> bytes:
-    return f"{ROOM_VARIABLE}={ROOM}".encode()
 
 
 def _shown_environment() -> bytes:
