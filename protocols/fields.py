@@ -30,8 +30,7 @@ LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
 LARGEST_REWARD = 1e6
 """Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
 such numbers would swamp every other reward, and overflow in float32."""
-JudgeCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
-EnvironmentCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
-"""Numbers of an actor's use of the judge, by name; at least 0."""
+Counts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
+"""Numbers of what an actor has used, by name; at least 0."""
 Sources = Annotated[dict[Label, Label], Meta(max_length=256)]
 """Hashes of source files, by their paths below the folder of the import path (`common.user_code.functions.hash_sources`)."""

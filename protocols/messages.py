@@ -12,9 +12,8 @@ from msgspec import Meta
 
 from offbeat.protocols.fields import (
     Checksum,
-    EnvironmentCounts,
+    Counts,
     FreeText,
-    JudgeCounts,
     Label,
     LeaseIds,
     Name,
@@ -76,9 +75,9 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
     """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
-    judge: JudgeCounts = {}
+    judge: Counts = {}
     """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`."""
-    environment: EnvironmentCounts = {}
+    environment: Counts = {}
     """Episodes `begun` and `ended`, `turns`, `seconds` that functions had the word, and more."""
 
 

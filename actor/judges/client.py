@@ -44,14 +44,9 @@ class SharedNumbers:
     """A small file, mapped into each process and locked for each change. The lock of a process that dies is released."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, which `create` has made."""
+        """Open the file, which `handed_to_processes` has made."""
         self._file: BinaryIO = path.open("r+b")
         self._map = mmap.mmap(self._file.fileno(), _FORMAT.size)
-
-    @staticmethod
-    def create(path: Path) -> None:
-        """Make the file."""
-        path.write_bytes(bytes(_FORMAT.size))
 
     @contextmanager
     def of_rate(self) -> Iterator[list[float]]:
@@ -111,7 +106,7 @@ def handed_to_processes(config: Config) -> Iterator[None]:
     num_processes = config.environment.workers if config.task.environment else config.actor.reward_workers
     with tempfile.TemporaryDirectory(prefix="offbeat-judge-") as folder:
         numbers = Path(folder) / "numbers"
-        SharedNumbers.create(numbers)
+        numbers.write_bytes(bytes(_FORMAT.size))
         handed = Handed(config.judge, str(numbers), max(1, config.judge.max_concurrent // num_processes))
         os.environ[VARIABLE] = msgspec.json.encode(handed).decode()
         try:
