@@ -22,16 +22,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from offbeat.actor.environments.worker import run_worker
+from offbeat.common.processes import own_process
 from offbeat.common.processes.child import MARK_VARIABLE, Fork, become_child, join_parent, start_child
 from offbeat.common.processes.environment import fast_imports, has_gpu, prepare_environment
-from offbeat.common.processes.own_process import (
-    ROOM,
-    ROOM_VARIABLE,
-    has_room_for_variable,
-    has_threads,
-    show_arguments,
-    show_variable,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +63,9 @@ class WorkerStarts:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(IMPORT_S)
         with theirs:
-            if has_threads() or not has_room_for_variable():
+            if own_process.has_threads() or not own_process.has_room_for_variable():
                 command = [*FORKER, PARSER if has_parser else TEXT]
-                self._forker = start_child(command, theirs.fileno(), {ROOM_VARIABLE: ROOM})
+                self._forker = start_child(command, theirs.fileno(), {own_process.ROOM_VARIABLE: own_process.ROOM})
             else:
                 self._forker = fork_forker(theirs, self._socket, has_parser=has_parser)
 
@@ -114,7 +107,7 @@ def fork_forker(end: socket.socket, other_end: socket.socket, *, has_parser: boo
     if pid == 0:
         try:
             other_end.close()
-            show_arguments(FORKER)
+            own_process.show_arguments(FORKER)
             become_child(actor, end.fileno())
             serve_forks(end, has_parser=has_parser)
         except BaseException:  # noqa: BLE001, the interpreter's last resort
@@ -147,7 +140,7 @@ def serve_forks(requests: socket.socket, *, has_parser: bool) -> NoReturn:
     Consumes: requests. Waits for: the actor. Unblocked by: its end of the socket. Produces: workers.
     """
     # The room stays where it is, and programs that a worker starts need none.
-    os.environ.pop(ROOM_VARIABLE, None)
+    os.environ.pop(own_process.ROOM_VARIABLE, None)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     _import(has_parser=has_parser)
@@ -162,7 +155,7 @@ def serve_forks(requests: socket.socket, *, has_parser: bool) -> NoReturn:
         if not mark:
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as end:
-            if has_threads():
+            if own_process.has_threads():
                 requests.send(THREADS)
                 continue
             forker = os.getpid()
@@ -192,8 +185,8 @@ def _import(*, has_parser: bool) -> None:
 def _become_worker(end: socket.socket, mark: str, forker: int) -> NoReturn:
     """Go on as a worker that was started as a new interpreter."""
     try:
-        show_variable(MARK_VARIABLE, mark)
-        show_arguments(WORKER)
+        own_process.show_variable(MARK_VARIABLE, mark)
+        own_process.show_arguments(WORKER)
         # The actor's handlers would write what a library of the user's says into its log.
         logging.getLogger().handlers.clear()
         # Python's own generator seeds itself in a fork, numpy's does not.

@@ -19,17 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.program import (
-    DISK_BYTES,
-    INSIDE,
-    INTERPRETER,
-    MAX_FILES,
-    Launch,
-    Usage,
-    threads_and_cpu_time,
-    visible_paths,
-)
+from offbeat.actor.sandbox import confine, program
 from offbeat.actor.sandbox.seccomp import seccomp_filter
 
 logger = logging.getLogger(__name__)
@@ -48,19 +38,20 @@ class Landlock:
     name = "Landlock"
 
     @contextmanager
-    def launch(self, folders: Sequence[str]) -> Iterator[Launch]:
+    def launch(self, folders: Sequence[str]) -> Iterator[program.Launch]:
         if not confine.landlock_version():
             raise OSError("the kernel has no Landlock: it came with Linux 5.13, and can be switched off")
         folder = tempfile.mkdtemp(prefix=PREFIX)
         lock = _try_lock(folder)
 
         def arguments(pid: int) -> Mapping[str, Any]:
-            read = [*visible_paths(), *_READ, *folders]
+            read = [*program.visible_paths(), *_READ, *folders]
             code = seccomp_filter(pid)
             return {"parent": os.getpid(), "folder": folder, "read": read, "write": list(_WRITE), "filter": code}
 
         try:
-            yield Launch([*INTERPRETER, str(INSIDE)], (), folder, arguments, lambda pid: _usage(pid, folder))
+            command = [*program.INTERPRETER, str(program.INSIDE)]
+            yield program.Launch(command, (), folder, arguments, lambda pid: _usage(pid, folder))
         finally:
             _remove(folder)
             if lock is not None:
@@ -131,14 +122,14 @@ def _make_folder_writable(parent: int, name: str) -> bool:
     return is_folder
 
 
-def _usage(pid: int, folder: str) -> Usage:
+def _usage(pid: int, folder: str) -> program.Usage:
     num_files, num_bytes = _folder_size(folder)
     # Files without a name take room until they are closed.
     for entry in os.scandir(f"/proc/{pid}/fd"):
         status = entry.stat()
         if status.st_nlink == 0:
             num_bytes += 512 * status.st_blocks
-    return Usage(*threads_and_cpu_time(pid), num_files, num_bytes)
+    return program.Usage(*program.threads_and_cpu_time(pid), num_files, num_bytes)
 
 
 def _folder_size(folder: str) -> tuple[int, int]:
@@ -153,11 +144,11 @@ def _folder_size(folder: str) -> tuple[int, int]:
                 num_bytes += 512 * status.st_blocks
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry.path))
-                if num_files > MAX_FILES or num_bytes > DISK_BYTES:
+                if num_files > program.MAX_FILES or num_bytes > program.DISK_BYTES:
                     return num_files, num_bytes
     except OSError as error:
         # Folders in each other beyond the longest path cannot be counted from here, so they are too many.
         if error.errno == errno.ENAMETOOLONG:
-            return MAX_FILES + 1, num_bytes
+            return program.MAX_FILES + 1, num_bytes
         raise
     return num_files, num_bytes
