@@ -1,5 +1,6 @@
 """A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard."""
 
+import contextlib
 import io
 import logging
 import math
@@ -27,6 +28,8 @@ _DETAILS = (rows.GroupRow, rows.SampleRow, rows.EvalSampleRow, rows.WeightsRow, 
 """Rows that a long run does without once they are old. Most of its rows are of these kinds."""
 _BEGINNING = b'{"kind":"'
 """The beginning of each line that `encode_row` makes."""
+CLOSE_S = 10.0
+"""Seconds for which a closing writer tries to write the newest row, which may be the run's final one, to a full disk."""
 
 
 class MetricsWriter:
@@ -52,6 +55,8 @@ class MetricsWriter:
         self._shorten_at = MAX_BYTES
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
+        self._refused: rows.Row | None = None
+        """The newest row, if the disk did not take it."""
 
     def write(self, row: rows.Row) -> rows.Row:
         """Append a row, stamped with the current time unless it has one; return the stamped row.
@@ -72,8 +77,10 @@ class MetricsWriter:
         return row
 
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
+        """Close the files; a second call does nothing. A newest row that the disk refused is tried for `CLOSE_S` seconds."""
         with self._lock:
+            if self._refused is not None:
+                self._retry()
             self._rows.close()
             if self._events is not None:
                 self._events.close()
@@ -97,6 +104,15 @@ class MetricsWriter:
         logger.warning("%s was deleted or moved away; the rows from here on are in a new file", path)
 
     def _append_row(self, row: rows.Row) -> None:
+        try:
+            self._try_to_append(row)
+        except OSError as error:
+            self._refused = row
+            self._num_lost_in_a_row += 1
+            if self._num_lost_in_a_row == 1:
+                logger.warning("metrics rows are being lost, training continues: %s", error)
+
+    def _try_to_append(self, row: rows.Row) -> None:
         lines = rows.encode_row(row)
         loss = ""
         if self._num_lost_in_a_row:
@@ -104,16 +120,27 @@ class MetricsWriter:
             event = rows.EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
             # Both in one append: the short event alone would fit long before a row does, and report a recovery at each try.
             lines = rows.encode_row(event) + lines
-        try:
-            self._rows.append(lines)
-        except OSError as error:
-            self._num_lost_in_a_row += 1
-            if self._num_lost_in_a_row == 1:
-                logger.warning("metrics rows are being lost, training continues: %s", error)
-            return
+        self._rows.append(lines)
+        self._refused = None
         if loss:
             self._num_lost_in_a_row = 0
             logger.warning("metrics are written again; %s", loss)
+
+    def _retry(self) -> None:
+        """Try to append the refused row until the disk takes it or `CLOSE_S` is over."""
+        row = self._refused
+        assert row is not None
+        # The row itself is not lost yet.
+        self._num_lost_in_a_row -= 1
+        logger.warning("the disk did not take the newest metrics row; trying for %g s", CLOSE_S)
+        deadline = time.monotonic() + CLOSE_S
+        while self._refused is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                self._try_to_append(row)
+        if self._refused is not None:
+            self._refused = None
+            logger.warning("the newest metrics row is lost: the disk takes no rows")
 
     def _shorten(self) -> None:
         """Delete the rows of details from the older half of the file. Readers that have it open keep the longer one."""

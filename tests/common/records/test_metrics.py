@@ -231,13 +231,43 @@ def test_full_disk_costs_rows_but_does_not_stop_the_run(small_disk: Path, caplog
     assert points[-1] == (13, 0.5), "TensorBoard goes on as well"
 
 
-def test_device_without_space_costs_rows_but_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_device_without_space_costs_rows_but_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     # Needs no rights, unlike the small disk: every write to /dev/full fails with ENOSPC.
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(metrics_module, "CLOSE_S", 0.2)
     with MetricsWriter(tmp_path) as metrics, caplog.at_level(logging.WARNING):
         for _ in range(3):
             metrics.write(event("unwritable"))
-    assert ["metrics rows are being lost" in record.message for record in caplog.records] == [True], "one warning for all three"
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "metrics rows are being lost, training continues",
+        "the disk did not take the newest metrics row; trying for 0.2 s",
+        "the newest metrics row is lost",
+    ], "one warning for all three, and two at the end"
+
+
+def test_newest_row_is_written_while_the_file_is_closed_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = os.write
+    num_refusals = 5
+
+    def refuse_first(fd: int, data: bytes) -> int:
+        nonlocal num_refusals
+        if num_refusals:
+            num_refusals -= 1
+            raise OSError(errno.ENOSPC, "full disk")
+        return write(fd, data)
+
+    with MetricsWriter(tmp_path) as metrics:
+        monkeypatch.setattr(os, "write", refuse_first)
+        metrics.write(event("lost"))
+        metrics.write(event("also_lost"))
+        metrics.write(event("the_last"))
+    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if isinstance(row, EventRow)]
+    assert [row.event for row in rows] == ["metrics_rows_lost", "the_last"]
+    assert rows[0].detail == "2 metrics rows were lost while the disk was full or failed", "the last one was not"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
