@@ -79,8 +79,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files; a second call does nothing. A newest row that the disk refused is tried for `CLOSE_S` seconds."""
         with self._lock:
-            if self._refused is not None:
-                self._retry()
+            self._retry()
             self._rows.close()
             if self._events is not None:
                 self._events.close()
@@ -127,9 +126,10 @@ class MetricsWriter:
             logger.warning("metrics are written again; %s", loss)
 
     def _retry(self) -> None:
-        """Try to append the refused row until the disk takes it or `CLOSE_S` is over."""
+        """Try to append the refused row, if there is one, until the disk takes it or `CLOSE_S` is over."""
         row = self._refused
-        assert row is not None
+        if row is None:
+            return
         # The row itself is not lost yet.
         self._num_lost_in_a_row -= 1
         logger.warning("the disk did not take the newest metrics row; trying for %g s", CLOSE_S)

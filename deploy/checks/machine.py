@@ -199,12 +199,12 @@ def memory_here(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[float,
 
 
 def check_groups_of_processes(config: Config) -> None:
-    """Find a number of learner processes that cannot be divided into groups that share packs."""
+    """Raise `SettingError` for learner processes that cannot be divided into groups that share packs."""
     check_groups(config.train.sequence_parallel_size, num_processes=config.launch.learner_processes)
 
 
 def check_variables(config: Config) -> None:
-    """Find values of a distributed launcher's variables that no launcher sets, or that keep other machines from rank 0."""
+    """Raise `SettingError` for variables that no distributed launcher sets so, or that keep other machines from rank 0."""
     launcher_rank()
     launcher_number("LOCAL_RANK", 0)
     host = os.environ.get("MASTER_ADDR", "")

@@ -115,9 +115,8 @@ class Dispatcher:
         desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, queue, record, claims_until)
         self._desk = desk
         drop_equal = config.loss.zero_variance == "drop"
-        buffer = self._buffer = GroupBuffer(
-            prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_equal
-        )
+        buffer = GroupBuffer(prompts.train, journal, scheduler, versions, failures, record, wake, drop_equal)
+        self._buffer = buffer
         check = GroupCheck(config, contract.vocabulary_size, contract.experts, versions)
         self._answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, queue, record)
         self._quarantine = Quarantine(roster, desk, buffer, failures, settings, record)

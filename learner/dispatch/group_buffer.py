@@ -4,7 +4,7 @@ accept -> buffer (in the ledger) -> drop what is too stale -> select a batch -> 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.common.records.rows import EpochRow, EventRow, GroupRow, Recorder
@@ -43,8 +43,7 @@ class GroupBuffer:
     _record: Recorder
     _wake: Callable[[], None]
     """Called when a batch may be complete."""
-    _: KW_ONLY
-    drop_zero_variance: bool
+    _drop_zero_variance: bool
     """Drop groups whose rewards are all equal."""
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class GroupBuffer:
         group = make_group(accepted, arrays, prompt)
         self._journal.commit(accepted, arrays, group)
         self._failures.forget(group.prompt_id)
-        if self.drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
+        if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
             self.drop(group, ZERO_VARIANCE, is_final=True)
         elif self._scheduler.has_batch():
             self._wake()
