@@ -1,9 +1,13 @@
 """The exceptions that end a service, and those that users raise and catch. `import offbeat` imports it, so it is light."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from offbeat.common.formats import masked, shown
 from offbeat.protocols.text import plain
+
+REPORT_AGAIN_S = 0.1
+"""Seconds until a thread that had no memory to report its end tries again."""
 
 
 class StopRun(Exception):  # noqa: N818, a wish and no mistake of the program
@@ -54,6 +58,15 @@ def collect_errors(checks: Iterable[Callable[[], object]]) -> None:
         raise SeveralSettingsError([text for error in errors for text in error.texts])
     for error in errors:
         raise error
+
+
+def pass_on(error: BaseException, report: Callable[[BaseException], None]) -> None:
+    """Report the error that ends a thread, again and again while there is no memory for it: others wait for the thread."""
+    while True:
+        try:
+            return report(error)
+        except MemoryError:
+            time.sleep(REPORT_AGAIN_S)
 
 
 def one_line(error: BaseException) -> str:

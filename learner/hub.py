@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import SettingError, pass_on
 from offbeat.common.processes.files import replace
 from offbeat.common.records.rows import LedgerSums
 from offbeat.common.settings.config import Config
@@ -129,7 +129,7 @@ class HubThread:
                 self._dispatcher.tick(self._clock())
                 self._send()
         except BaseException as error:  # noqa: BLE001  a dead hub must raise in the training thread
-            self._dispatcher.fail(error)
+            pass_on(error, self._dispatcher.fail)
 
     def _receive(self) -> None:
         end = self._clock() + RECEIVE_S

@@ -202,8 +202,8 @@ class TrainingLoop:
             self.trainer.save_model(folder)
         except CheckpointFailedError as error:
             raise RunFailedError(
-                f"the trained model could not be written to {folder}: {error}. Make room; then "
-                f"`offbeat export {self.config.run.dir}` writes the model of the newest checkpoint"
+                f"the trained model could not be written to {folder}: {error}. See that the disk has room and that "
+                f"model.path can be read; then `offbeat export {self.config.run.dir}` writes the model of the newest checkpoint"
             ) from error
         logger.info("the trained model is in %s", folder)
 

@@ -99,14 +99,12 @@ def run(app: typer.Typer | None = None) -> None:
         _fail((str(error),), 1)
     except ServiceError as error:
         _fail((str(error),), GAVE_UP_STATUS)
-    except OSError as error:
+    except Exception as error:
         if not _has_current_folder():
             _fail(("the current folder was deleted: change to another one",), USER_ERROR_STATUS)
-        limit = limit_reached(error)
-        if limit is None:
-            raise
-        _fail((f"{error}: raise the limit on {limit}",), GAVE_UP_STATUS)
-    except Exception:
+        limit = limit_reached(error) if isinstance(error, OSError) else None
+        if limit is not None:
+            _fail((f"{error}: raise the limit on {limit}",), GAVE_UP_STATUS)
         for file in sorted(Path.cwd().glob("*.py")):
             if file.stem not in sys.stdlib_module_names:
                 continue

@@ -39,7 +39,7 @@ def summary(folder: Path, command: str) -> list[str]:
     """Return the outcome, the places of the run's files, and how to go on unless the run is finished."""
     ended = read_end(folder)
     if ended is None or ended.outcome is None:
-        cut = "its learner was killed, or the disk took no more rows"
+        cut = "its learner was killed, could not start again, or found no room for the row"
         began = "its learner never began, and its log says why" if ended is None else cut
         lines = [f"the run ended without a final row: {began}"]
     else:

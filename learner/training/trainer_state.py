@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from offbeat.common.errors import one_line
 from offbeat.common.processes.files import patiently
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.objectives.reward_shaping import RunningMoments
@@ -38,6 +39,8 @@ _ENGINES = ((WEIGHTS_FILE, "optimizer"), ("critic.safetensors", "critic"))
 _META_FILE = "trainer.json"
 
 _ADAPTIVE_FILE = "adapted.json"
+_TEXT_BYTES = 400
+"""Longest text with which a rank says why it failed."""
 
 _TENSOR = 1
 """Msgpack's extension code of a tensor, whose content is its name in the safetensors file."""
@@ -209,9 +212,12 @@ def _on_all_ranks(act: Callable[[], None] | None) -> None:
 
 def _agree(failure: OSError | None) -> None:
     """Raise `CheckpointFailedError` on every rank where one of them had a failure; a collective."""
-    numbers = gather_tensors(torch.tensor(0 if failure is None else failure.errno or -1)).tolist()
-    if any(numbers):
-        failures = ", ".join(f"rank {rank}: {os.strerror(number)}" for rank, number in enumerate(numbers) if number)
+    said = "" if failure is None else os.strerror(failure.errno) if failure.errno else one_line(failure)
+    padded = bytearray(said.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+    gathered = gather_tensors(torch.frombuffer(padded, dtype=torch.uint8))
+    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in gathered.tolist()]
+    if any(texts):
+        failures = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         raise checkpoints.CheckpointFailedError(failures) from failure
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from offbeat.common.errors import pass_on
 from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights.actor_versions import ActorVersions, Recipient
@@ -293,7 +294,7 @@ class WeightPublisher:
                     with self._changed:
                         self._changed.wait(LOOK_S)
         except BaseException as error:  # noqa: BLE001  a dead publisher must raise in the training thread
-            actors.fail(error)
+            pass_on(error, actors.fail)
 
     def _update(self, behind: Sequence[Recipient], actors: Subscribers, collective: CollectiveUpdates) -> None:
         started = time.monotonic()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from offbeat.common.errors import pass_on
 from offbeat.common.weights.deltas import encode_delta, word_bytes
 from offbeat.common.weights.flat import checksum
 from offbeat.learner.weights.double_buffer import WeightSnapshot
@@ -188,7 +189,7 @@ class WeightServer:
                         break
                     self._answer(received)
         except BaseException as error:  # noqa: BLE001  a dead server must raise in the training thread
-            on_failure(error)
+            pass_on(error, on_failure)
 
     def _answer(self, received: Received) -> None:
         if isinstance(received.packet, WireError) or not isinstance(received.packet.message, ChunkRequest):

@@ -120,6 +120,28 @@ def test_accepted_group_makes_good_for_rejected_messages(hub: Hub) -> None:
     assert not hub.num_dropped
 
 
+def test_thread_that_has_no_memory_to_report_its_end_reports_it_later(hub: Hub) -> None:
+    problems: list[BaseException] = []
+
+    class Full(FakeDispatcher):
+        num_tries = 0
+
+        def tick(self, now: float) -> None:
+            raise MemoryError("the tick")
+
+        def fail(self, error: BaseException) -> None:
+            self.num_tries += 1
+            if self.num_tries < 3:
+                raise MemoryError("the report")
+            problems.append(error)
+
+    thread = HubThread(hub, cast(Dispatcher, Full([])))
+    thread.start()
+    eventually(lambda: bool(problems))
+    thread.close()
+    assert [str(problem) for problem in problems] == ["the tick"]
+
+
 def test_answers_do_not_wait_for_the_end_of_a_flood() -> None:
     busy, dispatcher = BusyHub(), FakeDispatcher([ACCEPTED])
     thread = HubThread(cast(Hub, busy), cast(Dispatcher, dispatcher), lambda: busy.now)

@@ -16,6 +16,7 @@ from offbeat.common.user_code.functions import load_function
         ("raise SystemExit('usage: my_rewards DATA')\n", "SystemExit: usage: my_rewards DATA"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
         ("import nothere\n", "ModuleNotFoundError: No module named 'nothere'"),
+        ("import os\ndef f(:\n", "SyntaxError: invalid syntax (/"),
     ],
 )
 def test_a_module_that_ends_the_program_when_imported_is_the_users_mistake(

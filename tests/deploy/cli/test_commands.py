@@ -113,6 +113,26 @@ def test_limit_of_the_system_is_told_in_one_line(
     assert said.endswith(f"'run/log/00000001.log': raise the limit on {limit}")
 
 
+def test_folder_that_was_deleted_is_named_whatever_error_it_has_led_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def fail() -> None:
+        raise RuntimeError("a pool is broken")
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    monkeypatch.setattr(sys, "argv", ["offbeat"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        run(app)
+    assert ended.value.code == USER_ERROR_STATUS
+    assert capsys.readouterr().err == "error: the current folder was deleted: change to another one\n"
+
+
 def test_loss_of_a_process_is_told_in_one_line_and_a_launcher_may_start_the_service_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

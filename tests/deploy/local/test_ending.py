@@ -65,7 +65,7 @@ def test_end_of_a_run_that_was_resumed_and_killed_is_not_its_earlier_one(tmp_pat
     with MetricsWriter(run) as metrics:
         metrics.write(StepRow(policy_version=8, metrics={}))
     assert summary(run, "train")[0] == (
-        "the run ended without a final row: its learner was killed, or the disk took no more rows"
+        "the run ended without a final row: its learner was killed, could not start again, or found no room for the row"
     )
 
 

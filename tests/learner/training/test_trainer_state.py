@@ -1,6 +1,7 @@
 """Checkpoints of the trainer hold data only, and cost nothing but themselves where the disk is full."""
 
 import resource
+import shutil
 import threading
 from pathlib import Path
 
@@ -91,3 +92,14 @@ def test_model_replaces_the_older_one_whole_or_not_at_all(tiny_model: Path, tmp_
     assert second.keys() == first.keys()
     assert second["model.safetensors"] != first["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_model_without_the_files_that_are_copied_into_it_is_not_written_and_the_error_names_their_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    start = shutil.copytree(tiny_model, tmp_path / "start")
+    with running(make_config(start)) as trainer:
+        shutil.rmtree(start)
+        with pytest.raises(checkpoints.CheckpointFailedError, match=f"rank 0: OSError: .*{start}"):
+            trainer.save_model(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
