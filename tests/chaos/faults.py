@@ -44,6 +44,9 @@ CHILD_WAIT_S = 30.0
 CHILD_LOOK_S = 0.1
 LOCK_WAIT_S = 30.0
 """Seconds to wait until a starting learner has locked the run's folder."""
+START_WAIT_S = 60.0
+"""Seconds to wait until a learner serves."""
+START_LOOK_S = 0.1
 NOTICE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for an actor whose machine is taken away."""
 PREEMPTION_LOOK_S = 0.05
@@ -63,14 +66,18 @@ import os, sys, time
 
 _file = os.path.join(os.environ["{CLOCK_VARIABLE}"], "learner" if "learner" in sys.orig_argv else "actor")
 _time, _time_ns = time.time, time.time_ns
+_known_s = 0.0
 
 
 def _offset_s():
+    global _known_s
     try:
         with open(_file) as file:
-            return float(file.read() or 0)
-    except FileNotFoundError:
-        return 0.0
+            _known_s = float(file.read() or 0)
+    except OSError:
+        # Nothing has jumped yet, or a fault has taken all descriptors: the time of day never raises.
+        pass
+    return _known_s
 
 
 time.time = lambda: _time() + _offset_s()
@@ -405,11 +412,26 @@ def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committe
 def _limit_file_size(scene: Scene, fault: Fault) -> Committed:
     """Let no file of the learner grow for a while, as under `ulimit -f`; then files may be as large as before."""
     victim = scene.victims.find("learner")
+    deadline = time.monotonic() + START_WAIT_S
+    # A learner that starts under such a limit ends with the cure, and is right: users raise the limit of the shell.
+    while not _is_serving(scene.run, victim):
+        if time.monotonic() > deadline:
+            return Committed(None)
+        scene.victims.pause(START_LOOK_S)
     with contextlib.suppress(ProcessLookupError):
         before = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         scene.victims.pause(fault.duration_s)
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
     return Committed(f"let no file of the learner grow for {fault.duration_s:.1f} s")
+
+
+def _is_serving(run: Path, learner: int) -> bool:
+    """Return whether the learner has locked the run's folder and then begun to serve, which its rollout log notes."""
+    owner = read_owner(run)
+    if owner is None or owner.pid != learner:
+        return False
+    locked_at = (run / LOCK_FILE).stat().st_mtime_ns
+    return any(segment.stat().st_mtime_ns > locked_at for segment in (run / LOG).glob("*.log"))
 
 
 def _take_judge_down(scene: Scene, fault: Fault) -> Committed:

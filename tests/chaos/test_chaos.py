@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.records.rows import ActorRow, EventRow, Row, StepRow
+from offbeat.common.records.run_folder import LOCK_FILE, LOG, LockOwner
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.local.launcher import free_port
 from offbeat.lab.audit import Check
@@ -193,6 +194,18 @@ def test_clocks_of_the_services_jump_and_return_and_this_process_keeps_its_own(t
     assert seen_by("learner") == pytest.approx((0, 0), abs=30)
 
 
+def test_clock_can_be_read_where_no_descriptor_is_left(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    clock.jump("learner", 3600.0)
+    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))"
+    program = f"import time, resource; before = time.time(); {limit}; print(time.time() - before)"
+    environment = {**os.environ, **clock.environment()}
+    output = subprocess.run(
+        [sys.executable, "-c", program, "learner"], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert 0 <= float(output) < 60
+
+
 @needs_root
 def test_disk_fills_up_while_a_checkpoint_is_written(tmp_path: Path, scene: Scene) -> None:
     folder = tmp_path / "disk"
@@ -230,16 +243,34 @@ def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: 
     assert commit(fault("fill disk"), scene).detail is None
 
 
-def test_files_of_the_learner_do_not_grow_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_learner_that_serves_do_not_grow_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = scene.victims.find("learner")
+    segment = scene.run / LOG / "00000001.log"
+    segment.parent.mkdir(parents=True)
+    segment.touch()
 
     def limit() -> int:
         return resource.prlimit(learner, resource.RLIMIT_FSIZE)[0]
 
     limits = [limit()]
-    monkeypatch.setattr(scene.victims, "pause", lambda _: limits.append(limit()))
+
+    def lock() -> None:
+        (scene.run / LOCK_FILE).write_bytes(msgspec.json.encode(LockOwner(learner, "here")))
+
+    def serve() -> None:
+        later_ns = (scene.run / LOCK_FILE).stat().st_mtime_ns + 1
+        os.utime(segment, ns=(later_ns, later_ns))
+
+    start = [lock, serve]
+
+    def pause(seconds: float) -> None:
+        limits.append(limit())
+        if start:
+            start.pop(0)()
+
+    monkeypatch.setattr(scene.victims, "pause", pause)
     assert detail_of(commit(fault("limit file size"), scene)) == "let no file of the learner grow for 0.2 s"
-    assert [*limits, limit()] == [limits[0], 0, limits[0]]
+    assert [*limits, limit()] == [limits[0], limits[0], limits[0], 0, limits[0]]
     assert limits[0] != 0
 
 
