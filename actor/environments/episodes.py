@@ -128,7 +128,7 @@ class Episodes:
     def poll(self) -> list[RewardedGroup | SamplingFailure]:
         for message in self._workers.poll():
             if isinstance(message, str):
-                self._take_death(message, "its worker has died")
+                self._take_death(message)
             else:
                 self._handle(message)
         self._end_late_episodes()
@@ -288,15 +288,19 @@ class Episodes:
             detail = f"{message.detail}; played {num_begun} times in {now - failures.since:.0f} s"
             self._fail(episode.member.lease_id, "environment_unavailable", detail)
 
-    def _take_death(self, name: str, detail: str) -> None:
-        """Take note that the process of an episode is gone."""
+    def _take_death(self, name: str, *, is_blamed: bool = True) -> None:
+        """Take note that the process of an episode is gone; not `is_blamed` if another of its episodes was the cause."""
         closing = self._closing.pop(name, None)
         episode = self._episodes.get(name)
         if closing is not None:
             self._note_closed(closing)
         elif episode is not None:
             self._forget(episode)
-            self._play_again(episode.member, "environment_unavailable", detail)
+            if is_blamed:
+                self._play_again(episode.member, "environment_unavailable", "its worker has died")
+            else:
+                self._counts["again_lost"] += 1
+                self._play(episode.member)
 
     def _note_closed(self, closing: _Closing) -> None:
         if closing.late is not None and closing.late.lease_id in self._leases:
@@ -358,7 +362,7 @@ class Episodes:
 
     def _replace_worker_of(self, name: str) -> None:
         for other in self._workers.kill_worker_of(name, f"an episode did not end within {CLOSE_TIMEOUT_S:g} s"):
-            self._take_death(other, "its worker was replaced")
+            self._take_death(other, is_blamed=False)
         self._closing.pop(name, None)
 
     def _show_first(self, failed: messages.Failed) -> None:

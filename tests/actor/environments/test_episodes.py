@@ -89,8 +89,11 @@ class Game:
             keeps_kv=keeps_kv,
             clock=lambda: self.now,
         )
+        self.begin(7, group_size)
+
+    def begin(self, lease_id: int, group_size: int = 1) -> None:
         lease = Lease(
-            lease_id=7, prompt_id=3, group_size=group_size, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
+            lease_id=lease_id, prompt_id=3, group_size=group_size, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
             prompt="a:", row='{"answer": "2"}',
         )  # fmt: skip
         self.episodes.begin(lease, PROMPT)
@@ -400,6 +403,24 @@ def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_onc
     assert failure == SamplingFailure(
         7, "environment_timeout", "it took longer than environment.turn_timeout_s; played 3 times"
     )
+
+
+def test_episode_whose_process_is_replaced_for_another_keeps_its_tries() -> None:
+    game = Game()
+    for attempt in range(2 * LIMITS.max_retries):
+        game.poll(sample(f"7/0/{attempt}"))
+        game.begin(100 + attempt)
+        game.now += 10.5
+        assert game.poll() == []
+        game.now += 10.1
+        assert game.poll() == []
+        assert game.workers.killed == [f"{100 + number}/0/0" for number in range(attempt + 1)]
+        # The one to blame is played again too, and ends well.
+        game.poll(sample(f"{100 + attempt}/0/1"))
+        game.sampled(f"{100 + attempt}/0/1", 1, [6])
+        assert len(game.poll(ended(f"{100 + attempt}/0/1"))) == 1
+        game.workers.end(f"{100 + attempt}/0/1")
+    assert game.workers.open()[-2:] == [f"7/0/{2 * LIMITS.max_retries}", f"{99 + 2 * LIMITS.max_retries}/0/1"]
 
 
 def test_time_in_the_engine_is_not_the_functions() -> None:
