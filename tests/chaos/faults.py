@@ -427,11 +427,14 @@ def _limit_file_size(scene: Scene, fault: Fault) -> Committed:
 
 def _is_serving(run: Path, learner: int) -> bool:
     """Return whether the learner has locked the run's folder and then begun to serve, which its rollout log notes."""
-    owner = read_owner(run)
-    if owner is None or owner.pid != learner:
-        return False
-    locked_at = (run / LOCK_FILE).stat().st_mtime_ns
+    locked_at = _locked_at(run, learner)
     return any(segment.stat().st_mtime_ns > locked_at for segment in (run / LOG).glob("*.log"))
+
+
+def _locked_at(run: Path, learner: int) -> float:
+    """Return when the learner has locked the run's folder, in nanoseconds of its file system; infinity before."""
+    owner = read_owner(run)
+    return (run / LOCK_FILE).stat().st_mtime_ns if owner is not None and owner.pid == learner else math.inf
 
 
 def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
@@ -509,9 +512,7 @@ def _start_second_learner(scene: Scene) -> Committed:
 
 def _has_settled(run: Path, learner: int) -> bool:
     """Return whether the learner has locked the run's folder and then written its settings there."""
-    owner = read_owner(run)
-    locked_at = (run / LOCK_FILE).stat().st_mtime_ns if owner is not None and owner.pid == learner else math.inf
-    return (run / CONFIG_FILE).stat().st_mtime_ns >= locked_at
+    return (run / CONFIG_FILE).stat().st_mtime_ns >= _locked_at(run, learner)
 
 
 def _resume_with_changes(scene: Scene) -> Committed:
