@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.common.errors import SettingError, one_line
+from offbeat.protocols.text import plain
 
 MAX_HASHES = 256
 """Most files that `hash_sources` returns."""
@@ -72,7 +73,7 @@ def mistakes_of(setting: str, path: str) -> Iterator[None]:
 def located(error: BaseException) -> str:
     """Return the type and the message of an error, and the file and line that raised it, or that cannot be parsed."""
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        return f"{plain(f'{type(error).__name__}: {error.msg}', 300)} ({error.filename}:{error.lineno})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
 
