@@ -38,8 +38,9 @@ from offbeat.lab.terminal import FittedTable, stdout_console, table
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
 from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE, OUTSIDE
-from tests.chaos.faults import MORE_DATA, Clock, open_disk
+from tests.chaos.faults import MORE_DATA
 from tests.chaos.judge import REWARD, URL_VARIABLE, Judge
+from tests.chaos.machine import Clock, open_disk
 from tests.chaos.network import Network, open_network
 from tests.chaos.outcome import check_learning, check_outcome
 from tests.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round

@@ -7,11 +7,10 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, assert_never
+from typing import NamedTuple, Protocol, TypeVar, assert_never
 
 import msgspec
 
@@ -24,11 +23,14 @@ from offbeat.learner.restart.resume import ServiceState
 from offbeat.learner.training import checkpoints
 from tests.chaos.changes import doubt_learner, scale_up_and_down
 from tests.chaos.judge import Judge
+from tests.chaos.machine import Clock, Disk
 from tests.chaos.network import Network
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd, speak
 from tests.chaos.tools import Struck, Tools
 from tests.process_ends import kill_and_wait
+
+T = TypeVar("T")
 
 MAX_FILES = 1024
 """Limit on the open files of every service of `offbeat train`: many systems have no higher one by default."""
@@ -36,20 +38,10 @@ NUM_STRANGERS = 1500
 """Silent connections at a time: more than a service may have files."""
 STRANGERS_S = 1.0
 """Seconds in which a learner ends that strangers have hit."""
-CHECKPOINT_WAIT_S = 30.0
-"""Seconds to wait until the learner writes a checkpoint."""
-CHECKPOINT_LOOK_S = 0.1
-CHILD_WAIT_S = 30.0
-"""Seconds to wait until an actor has a child."""
-CHILD_LOOK_S = 0.1
-LOCK_WAIT_S = 30.0
-"""Seconds to wait until a starting learner has locked the run's folder."""
-START_WAIT_S = 60.0
-"""Seconds to wait until a learner serves."""
-START_LOOK_S = 0.1
+WAIT_S = 60.0
+"""Longest time to wait until a service is where a fault hits it, in seconds."""
 NOTICE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for an actor whose machine is taken away."""
-PREEMPTION_LOOK_S = 0.05
 DAY_S = 86_400.0
 DAMAGES_AT_THE_END = ("garbage", "half a record", "repeated records", "copied segment", "flipped bit", "cut")
 DAMAGES_IN_THE_MIDDLE = ("flipped bit in the middle",)
@@ -59,88 +51,6 @@ NEARLY_FULL_BYTES = 32 << 20
 """Room on the disk that is enough for the log and for a checkpoint."""
 MORE_DATA = "more.jsonl"
 """File beside the training data with the rows that a fault adds to it."""
-
-CLOCK_VARIABLE = "OFFBEAT_CHAOS_CLOCK"
-SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts the time of day that this process sees."""
-import os, sys, time
-
-_file = os.path.join(os.environ["{CLOCK_VARIABLE}"], "learner" if "learner" in sys.orig_argv else "actor")
-_time, _time_ns = time.time, time.time_ns
-_known_s = 0.0
-
-
-def _offset_s():
-    global _known_s
-    try:
-        with open(_file) as file:
-            _known_s = float(file.read() or 0)
-    except OSError:
-        # Nothing has jumped yet, or a fault has taken all descriptors: the time of day never raises.
-        pass
-    return _known_s
-
-
-time.time = lambda: _time() + _offset_s()
-time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
-'''
-
-
-class Clock:
-    """The time of day that the services see, which may differ from this machine's."""
-
-    def __init__(self, folder: Path) -> None:
-        self._offsets = folder / "clock"
-        self._offsets.mkdir()
-        self._python = folder / "python"
-        self._python.mkdir()
-        (self._python / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
-
-    def environment(self) -> Mapping[str, str]:
-        """Return the environment variables with which a service sees this clock."""
-        path = [str(self._python), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {CLOCK_VARIABLE: str(self._offsets), "PYTHONPATH": os.pathsep.join(path)}
-
-    def jump(self, role: Literal["learner", "actor"], offset_s: float) -> None:
-        """Let the clocks of these services differ by `offset_s` seconds from this machine's."""
-        # Renamed into place: a reader must not find the file empty.
-        new = self._offsets / f"{role}.new"
-        new.write_text(str(offset_s))
-        new.rename(self._offsets / role)
-
-
-class Disk:
-    """A small file system mounted at a run's folder; needs root."""
-
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.folder = folder
-        self._filler = folder / "filler"
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "offbeat-chaos", str(folder)], check=True, capture_output=True
-        )
-
-    def fill(self, leave_bytes: int) -> None:
-        """Fill the file system until `leave_bytes` are free."""
-        with self._filler.open("ab") as file:
-            while (excess := shutil.disk_usage(self.folder).free - leave_bytes) > 0:
-                # The services write at the same time, so the space may be gone.
-                with contextlib.suppress(OSError):
-                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), excess)
-
-    def empty(self) -> None:
-        """Free the space that `fill` has used."""
-        self._filler.unlink()
-
-    def close(self) -> None:
-        """Unmount the file system; its files are lost."""
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=True, capture_output=True)
-
-
-def open_disk(folder: Path, num_bytes: int) -> Disk | None:
-    """Mount a disk at `folder`; return None where this process may not mount one."""
-    try:
-        return Disk(folder, num_bytes)
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        return None
 
 
 class Victims(Protocol):
@@ -231,9 +141,7 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             damages = DAMAGES_AT_THE_END if fault.kind == "corrupt log" else DAMAGES_IN_THE_MIDDLE
             return corrupt_log(scene.run / LOG, generator.choice(damages), generator)
         case "damage checkpoint":
-            deadline = time.monotonic() + CHECKPOINT_WAIT_S
-            while checkpoints.newest(scene.run / CHECKPOINTS) is None and time.monotonic() < deadline:
-                pause(CHECKPOINT_LOOK_S)
+            _wait(victims, lambda: checkpoints.newest(scene.run / CHECKPOINTS))
             kill_and_wait(victims.find("learner"))
             return damage_checkpoint(scene.run / CHECKPOINTS, generator)
         case "fill disk":
@@ -265,6 +173,14 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return Committed(struck.detail, violations=struck.violations, has_hit=struck.has_hit)
         case _:
             assert_never(fault.kind)
+
+
+def _wait(victims: Victims, look: Callable[[], T], *, limit_s: float | None = None, look_s: float = 0.05) -> T:
+    """Look until what is seen is true, for at most `WAIT_S` or `limit_s`, and return what was seen last."""
+    deadline = time.monotonic() + (WAIT_S if limit_s is None else limit_s)
+    while not (seen := look()) and time.monotonic() < deadline:
+        victims.pause(look_s)
+    return seen
 
 
 def corrupt_log(log: Path, damage: str, generator: random.Random) -> Committed:
@@ -357,19 +273,15 @@ def _kill_in_checkpoint(scene: Scene) -> Committed:
 
 def _await_checkpoint(scene: Scene) -> Path | None:
     """Wait until the learner writes a checkpoint, and return its unfinished folder; None when it writes none."""
-    deadline = time.monotonic() + CHECKPOINT_WAIT_S
-    while not (partial := list((scene.run / CHECKPOINTS).glob("*.partial"))) and time.monotonic() < deadline:
-        scene.victims.pause(0.001)
+    partial = _wait(scene.victims, lambda: list((scene.run / CHECKPOINTS).glob("*.partial")), look_s=0.001)
     return partial[0] if partial else None
 
 
 def _kill_child(victims: Victims, target: Target, generator: random.Random) -> Committed:
-    deadline = time.monotonic() + CHILD_WAIT_S
     # An actor that a fault before this one has killed may have just begun to start.
-    while not (children := processes.descendants(victims.find(target))):
-        if time.monotonic() > deadline:
-            return Committed(None)
-        victims.pause(CHILD_LOOK_S)
+    children = _wait(victims, lambda: processes.descendants(victims.find(target)))
+    if not children:
+        return Committed(None)
     child = generator.choice(children)
     name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
     kill_and_wait(child)
@@ -381,9 +293,7 @@ def _preempt(victims: Victims, fault: Fault) -> Committed:
     victim = victims.find(fault.target)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGTERM)
-    deadline = time.monotonic() + NOTICE_S
-    while not (has_left := processes.has_ended(victim)) and time.monotonic() < deadline:
-        victims.pause(PREEMPTION_LOOK_S)
+    has_left = _wait(victims, lambda: processes.has_ended(victim), limit_s=NOTICE_S)
     if not has_left:
         processes.kill_group(victim)
     victims.find(fault.target)
@@ -411,24 +321,28 @@ def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committe
 
 def _limit_file_size(scene: Scene, fault: Fault) -> Committed:
     """Let no file of the learner grow for a while, as under `ulimit -f`; then files may be as large as before."""
-    victim = scene.victims.find("learner")
-    deadline = time.monotonic() + START_WAIT_S
-    # A learner that starts under such a limit ends with the cure, and is right: users raise the limit of the shell.
-    while not _is_serving(scene.run, victim):
-        if time.monotonic() > deadline:
-            return Committed(None)
-        scene.victims.pause(START_LOOK_S)
+    victims = scene.victims
+    # The memory for weights is two files as well. A learner that cannot make them ends with the cure, and is right: users raise
+    # the limit of the shell.
+    if not _wait(victims, lambda: _num_weight_buffers(victims.find("learner")) == 2):
+        return Committed(None)
+    victim = victims.find("learner")
     with contextlib.suppress(ProcessLookupError):
         before = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        scene.victims.pause(fault.duration_s)
+        victims.pause(fault.duration_s)
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
     return Committed(f"let no file of the learner grow for {fault.duration_s:.1f} s")
 
 
-def _is_serving(run: Path, learner: int) -> bool:
-    """Return whether the learner has locked the run's folder and then begun to serve, which its rollout log notes."""
-    locked_at = _locked_at(run, learner)
-    return any(segment.stat().st_mtime_ns > locked_at for segment in (run / LOG).glob("*.log"))
+def _num_weight_buffers(pid: int) -> int:
+    """Return the number of this process's buffers for weights (`common.weights.flat.SharedBytes`) whose memory is reserved."""
+    number = 0
+    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+        # Others are closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            is_buffer = str(descriptor.readlink()).startswith("/memfd:offbeat-")
+            number += is_buffer and descriptor.stat().st_size > 0
+    return number
 
 
 def _locked_at(run: Path, learner: int) -> float:
@@ -499,11 +413,8 @@ def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committ
 
 def _start_second_learner(scene: Scene) -> Committed:
     learner = scene.victims.find("learner")
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while not _has_settled(scene.run, learner):
-        if time.monotonic() > deadline:
-            return Committed(None)
-        scene.victims.pause(0.05)
+    if not _wait(scene.victims, lambda: _has_settled(scene.run, learner)):
+        return Committed(None)
     violations = _try_refused(scene, "run.dir", "a second learner")
     if processes.has_ended(learner):
         violations.append("the learner ended beside a second one")

@@ -21,8 +21,9 @@ from offbeat.common.settings.config import Config
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
 from tests.chaos import effects
-from tests.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
+from tests.chaos.faults import MAX_FILES, Attempt, Committed, Scene, commit
 from tests.chaos.judge import Judge
+from tests.chaos.machine import Clock, Disk
 from tests.chaos.network import Network
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.tools import Tools

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.records.rows import ActorRow, EventRow, Row, StepRow
-from offbeat.common.records.run_folder import LOCK_FILE, LOG, LockOwner
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.local.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.chaos import faults
 from tests.chaos.chaos import ChaosReport, RoundReport, print_chaos
-from tests.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
+from tests.chaos.faults import Attempt, Committed, Scene, commit
+from tests.chaos.machine import Clock, Disk, open_disk
 from tests.chaos.network import Namespace, Network, Proxy, open_network
 from tests.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
 from tests.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
@@ -144,7 +144,7 @@ def test_child_of_an_actor_is_awaited_and_killed_and_the_actor_is_not(scene: Sce
     assert detail_of(commit(fault("kill actor's child", "local actor"), scene)).startswith("local actor: killed")
     assert not processes.has_ended(actor)
     assert processes.children(actor) == []
-    monkeypatch.setattr(faults, "CHILD_WAIT_S", 0.1)
+    monkeypatch.setattr(faults, "WAIT_S", 0.1)
     assert commit(fault("kill actor's child", "local actor"), scene).detail is None
 
 
@@ -173,37 +173,6 @@ def test_stopped_service_stands_still_and_goes_on(scene: Scene) -> None:
     assert scene.victims.states == ["T"]
     scene.victims.pause(0.05)
     assert scene.victims.states[-1] in "SR"
-
-
-def test_clocks_of_the_services_jump_and_return_and_this_process_keeps_its_own(tmp_path: Path) -> None:
-    clock = Clock(tmp_path)
-
-    def seen_by(role: str) -> tuple[float, float]:
-        program = "import time; print(time.time(), time.time_ns())"
-        environment = {**os.environ, **clock.environment()}
-        output = subprocess.run(
-            [sys.executable, "-c", program, role], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        seconds, nanoseconds = output.split()
-        return float(seconds) - time.time(), int(nanoseconds) / 1e9 - time.time()
-
-    clock.jump("learner", -86_400.0)
-    assert seen_by("learner") == pytest.approx((-86_400, -86_400), abs=30)
-    assert seen_by("actor") == pytest.approx((0, 0), abs=30)
-    clock.jump("learner", 0.0)
-    assert seen_by("learner") == pytest.approx((0, 0), abs=30)
-
-
-def test_clock_can_be_read_where_no_descriptor_is_left(tmp_path: Path) -> None:
-    clock = Clock(tmp_path)
-    clock.jump("learner", 3600.0)
-    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))"
-    program = f"import time, resource; before = time.time(); {limit}; print(time.time() - before)"
-    environment = {**os.environ, **clock.environment()}
-    output = subprocess.run(
-        [sys.executable, "-c", program, "learner"], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert 0 <= float(output) < 60
 
 
 @needs_root
@@ -243,30 +212,38 @@ def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: 
     assert commit(fault("fill disk"), scene).detail is None
 
 
-def test_files_of_a_learner_that_serves_do_not_grow_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = scene.victims.find("learner")
-    segment = scene.run / LOG / "00000001.log"
-    segment.parent.mkdir(parents=True)
-    segment.touch()
+def test_files_of_a_learner_do_not_grow_for_a_while_once_it_has_its_buffers_for_weights(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(scene.victims, Sleepers)
+    sleeper = scene.victims.processes["learner"]
+    program = """
+import sys
+from offbeat.common.weights.flat import SharedBytes
+print(flush=True)
+buffers = []
+for line in sys.stdin:
+    buffers.append(SharedBytes(1))
+    print(flush=True)
+"""
+    learner = subprocess.Popen(
+        [sys.executable, "-c", program], process_group=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    scene.victims.processes |= {"learner": learner, "sleeper": sleeper}
+    assert learner.stdin is not None and learner.stdout is not None
+    learner.stdout.readline()
 
     def limit() -> int:
-        return resource.prlimit(learner, resource.RLIMIT_FSIZE)[0]
+        return resource.prlimit(learner.pid, resource.RLIMIT_FSIZE)[0]
 
     limits = [limit()]
 
-    def lock() -> None:
-        (scene.run / LOCK_FILE).write_bytes(msgspec.json.encode(LockOwner(learner, "here")))
-
-    def serve() -> None:
-        later_ns = (scene.run / LOCK_FILE).stat().st_mtime_ns + 1
-        os.utime(segment, ns=(later_ns, later_ns))
-
-    start = [lock, serve]
-
     def pause(seconds: float) -> None:
         limits.append(limit())
-        if start:
-            start.pop(0)()
+        if limit():
+            assert learner.stdin is not None and learner.stdout is not None
+            learner.stdin.write("\n")
+            learner.stdout.readline()
 
     monkeypatch.setattr(scene.victims, "pause", pause)
     assert detail_of(commit(fault("limit file size"), scene)) == "let no file of the learner grow for 0.2 s"

@@ -9,7 +9,8 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.learner.restart.resume import require_own_log
-from tests.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
+from tests.chaos.faults import MORE_DATA, Attempt, Committed, Scene, commit
+from tests.chaos.machine import Clock
 from tests.chaos.network import Network
 from tests.chaos.schedule import Kind
 from tests.chaos.test_chaos import Sleepers, fault

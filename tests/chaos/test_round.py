@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.common.settings.config import Config, DataSection, ModelSection
 from tests.chaos import round as chaos_round
-from tests.chaos.faults import Clock
+from tests.chaos.machine import Clock
 from tests.chaos.network import Proxy
 from tests.chaos.round import Site, run_round
 from tests.chaos.schedule import Fault

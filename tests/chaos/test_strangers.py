@@ -11,7 +11,8 @@ import pytest
 from offbeat.common.processes.files import raise_limit
 from offbeat.protocols.channels import Hub, Link
 from tests.chaos import chaos, faults
-from tests.chaos.faults import Attempt, Clock, Committed, Scene, commit
+from tests.chaos.faults import Attempt, Committed, Scene, commit
+from tests.chaos.machine import Clock
 from tests.chaos.network import Proxy
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd
