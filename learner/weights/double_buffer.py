@@ -5,12 +5,15 @@ to actors that pull, or when a transfer hangs; there is never a third.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offbeat.common.weights.flat import WeightBuffer, checksum, pin
 from offbeat.protocols.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
 """Longest wait of training for a transfer to end; after it, training allocates a second buffer."""
@@ -107,14 +110,21 @@ class DoubleBuffer:
             self._changed.notify_all()
 
     def provide_spare(self) -> None:
-        """Make the second buffer if there is none, before a snapshot is lent: not in the training thread, as it takes long."""
+        """Make the second buffer if there is none, before a snapshot is lent: not in the training thread, as it takes long.
+
+        Where its memory is refused, training waits for the end of a transfer, and the next call tries again.
+        """
         with self._changed:
             if self._has_second:
                 return
             self._has_second = True
-        spare = self._pinned(WeightBuffer(self.layout))
+        spare: WeightBuffer | None = None
+        try:
+            spare = self._pinned(WeightBuffer(self.layout))
+        except (OSError, RuntimeError) as error:
+            logger.warning("no memory for a second buffer of weights (%s): training waits while actors pull weights", error)
         with self._changed:
-            self._spare = spare
+            self._spare, self._has_second = spare, spare is not None
             self._changed.notify_all()
 
     def _pinned(self, buffer: WeightBuffer) -> WeightBuffer:

@@ -321,28 +321,21 @@ def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committe
 
 def _limit_file_size(scene: Scene, fault: Fault) -> Committed:
     """Let no file of the learner grow for a while, as under `ulimit -f`; then files may be as large as before."""
-    victims = scene.victims
-    # The memory for weights is two files as well. A learner that cannot make them ends with the cure, and is right: users raise
-    # the limit of the shell.
-    if not _wait(victims, lambda: _num_weight_buffers(victims.find("learner")) == 2):
+    victim = scene.victims.find("learner")
+    # A learner that starts under such a limit ends with the cure, and is right: users raise the limit of the shell.
+    if not _wait(scene.victims, lambda: _is_serving(scene.run, victim)):
         return Committed(None)
-    victim = victims.find("learner")
     with contextlib.suppress(ProcessLookupError):
         before = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        victims.pause(fault.duration_s)
+        scene.victims.pause(fault.duration_s)
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
     return Committed(f"let no file of the learner grow for {fault.duration_s:.1f} s")
 
 
-def _num_weight_buffers(pid: int) -> int:
-    """Return the number of this process's buffers for weights (`common.weights.flat.SharedBytes`) whose memory is reserved."""
-    number = 0
-    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-        # Others are closed meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            is_buffer = str(descriptor.readlink()).startswith("/memfd:offbeat-")
-            number += is_buffer and descriptor.stat().st_size > 0
-    return number
+def _is_serving(run: Path, learner: int) -> bool:
+    """Return whether the learner has locked the run's folder and then begun to serve, which its rollout log notes."""
+    locked_at = _locked_at(run, learner)
+    return any(segment.stat().st_mtime_ns > locked_at for segment in (run / LOG).glob("*.log"))
 
 
 def _locked_at(run: Path, learner: int) -> float:

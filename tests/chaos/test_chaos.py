@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.records.rows import ActorRow, EventRow, Row, StepRow
+from offbeat.common.records.run_folder import LOCK_FILE, LOG, LockOwner
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.local.launcher import free_port
 from offbeat.lab.audit import Check
@@ -212,38 +213,30 @@ def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: 
     assert commit(fault("fill disk"), scene).detail is None
 
 
-def test_files_of_a_learner_do_not_grow_for_a_while_once_it_has_its_buffers_for_weights(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(scene.victims, Sleepers)
-    sleeper = scene.victims.processes["learner"]
-    program = """
-import sys
-from offbeat.common.weights.flat import SharedBytes
-print(flush=True)
-buffers = []
-for line in sys.stdin:
-    buffers.append(SharedBytes(1))
-    print(flush=True)
-"""
-    learner = subprocess.Popen(
-        [sys.executable, "-c", program], process_group=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    scene.victims.processes |= {"learner": learner, "sleeper": sleeper}
-    assert learner.stdin is not None and learner.stdout is not None
-    learner.stdout.readline()
+def test_files_of_a_learner_that_serves_do_not_grow_for_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = scene.victims.find("learner")
+    segment = scene.run / LOG / "00000001.log"
+    segment.parent.mkdir(parents=True)
+    segment.touch()
 
     def limit() -> int:
-        return resource.prlimit(learner.pid, resource.RLIMIT_FSIZE)[0]
+        return resource.prlimit(learner, resource.RLIMIT_FSIZE)[0]
 
     limits = [limit()]
 
+    def lock() -> None:
+        (scene.run / LOCK_FILE).write_bytes(msgspec.json.encode(LockOwner(learner, "here")))
+
+    def serve() -> None:
+        later_ns = (scene.run / LOCK_FILE).stat().st_mtime_ns + 1
+        os.utime(segment, ns=(later_ns, later_ns))
+
+    start = [lock, serve]
+
     def pause(seconds: float) -> None:
         limits.append(limit())
-        if limit():
-            assert learner.stdin is not None and learner.stdout is not None
-            learner.stdin.write("\n")
-            learner.stdout.readline()
+        if start:
+            start.pop(0)()
 
     monkeypatch.setattr(scene.victims, "pause", pause)
     assert detail_of(commit(fault("limit file size"), scene)) == "let no file of the learner grow for 0.2 s"

@@ -1,6 +1,8 @@
 """Buffers are written while an older version is read."""
 
+import errno
 import threading
+from typing import NoReturn
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_every_buffer_that_a_gpu_fills_is_pinned(monkeypatch: pytest.MonkeyPatch
         assert pinned == [(snapshot.buffer.flat.data_ptr(), 5) for snapshot in (first, second)]
 
 
-def test_lent_edition_stays_as_it_is_while_training_publishes_on() -> None:
+def test_lent_version_stays_as_it_is_while_training_publishes_on() -> None:
     snapshots = DoubleBuffer(LAYOUT)
     write(snapshots, 1)
     snapshots.provide_spare()
@@ -71,7 +73,7 @@ def test_lent_edition_stays_as_it_is_while_training_publishes_on() -> None:
     assert len(buffers_of(snapshots, lent, newest)) == 2
 
 
-def test_edition_with_two_readers_is_kept_until_both_are_done() -> None:
+def test_version_with_two_readers_is_kept_until_both_are_done() -> None:
     snapshots = DoubleBuffer(LAYOUT)
     write(snapshots, 1)
     snapshots.provide_spare()
@@ -110,6 +112,31 @@ def test_there_is_never_a_third_buffer_training_waits_for_one_of_two(monkeypatch
     assert not writer.is_alive()
     assert int(lent.buffer.flat[0]) == 1
     assert len(buffers_of(snapshots, lent, in_collective)) == 2
+
+
+def test_training_waits_for_a_transfer_where_no_memory_is_left_for_a_second_buffer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = DoubleBuffer(LAYOUT)
+    write(snapshots, 1)
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EFBIG, "File too large")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(double_buffer, "WeightBuffer", refuse)
+        snapshots.provide_spare()
+        lent = snapshots.take()
+        writer = threading.Thread(target=write, args=(snapshots, 2))
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive()
+        snapshots.give_back(lent)
+        writer.join(PATIENCE_S)
+    assert snapshots.newest_version == 2
+    assert "no memory for a second buffer of weights ([Errno 27] File too large)" in caplog.text
+    snapshots.provide_spare()
+    assert len(buffers_of(snapshots)) == 2
 
 
 def test_nobody_takes_what_is_being_written() -> None:
