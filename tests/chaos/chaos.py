@@ -80,8 +80,8 @@ SETTINGS = (
     "launch.max_restarts=1000",
 )
 """Settings of every round; the user's overrides come after them."""
-ENVIRONMENT_SETTINGS = ("environment.workers=2", "environment.turn_timeout_s=4")
-"""Settings of runs with an environment, so that a blocked process is replaced soon."""
+ENVIRONMENT_SETTINGS = ("environment.workers=2", "environment.turn_timeout_s=4", "train.num_steps=60")
+"""Settings of runs with an environment: a blocked process is replaced soon, and the run is long enough for every fault."""
 QUICKSTART_SETTINGS = ("train.num_steps=150", "rollout.lease_timeout_s=30")
 
 

@@ -34,6 +34,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 import urllib.error
 import urllib.request
@@ -45,6 +46,8 @@ FRAMEWORKS = ("gymnasium", "harbor", "nemo_gym", "openenv", "verifiers")
 """Names before the colon that stand for a file beside this one, which plays the environments of that framework."""
 NUM_THREADS = 512
 """Plain functions that play at once."""
+END_S = 1.0
+"""Time in which the event loop must notice the end of the input."""
 MAX_METRICS = 24
 """Numbers of a framework that are shown beside the reward. A reward has at most 32 parts."""
 LARGEST_METRIC = 1e6
@@ -162,6 +165,7 @@ class EnvironmentHost:
         self._messages = messages
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="episode")
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.is_sending_rows = False
 
     def handle(self, message: dict[str, Any]) -> None:
         """Begin or give up an episode, or send rows."""
@@ -173,7 +177,9 @@ class EnvironmentHost:
             if task is not None:
                 task.cancel()
         elif message["type"] == "rows":
+            self.is_sending_rows = True
             self._send_rows(message)
+            self.is_sending_rows = False
 
     async def _play_episode(self, start: dict[str, Any]) -> None:
         episode, chat = start["episode"], HostedChat(start)
@@ -263,8 +269,12 @@ async def serve(host: EnvironmentHost, messages: Messages) -> None:
     def read() -> None:
         for message in messages:
             loop.call_soon_threadsafe(host.handle, message)
-        # Rows that are still being sent come first.
+        # Rows that are still being sent come first; an environment that blocks the loop does not keep the process.
         loop.call_soon_threadsafe(os._exit, 0)
+        time.sleep(END_S)
+        while host.is_sending_rows:
+            time.sleep(END_S)
+        os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     await loop.create_future()

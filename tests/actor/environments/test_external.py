@@ -66,11 +66,14 @@ def play(chat, row, bonus=0):
     return {"right": float(answer["content"] == row["answer"]), "bonus": bonus}
 
 async def block(chat, row):
+    print("blocked", flush=True)
     time.sleep(600)
 
 def rows(split, bonus=0):
     number = 0
-    while True:
+    while split != "slow" or number < 3:
+        if split == "slow":
+            time.sleep(0.5)
         yield {"prompt": f"{split} {number}", "bonus": bonus}
         number += 1
 """
@@ -296,6 +299,28 @@ def test_host_ends_in_silence_where_the_process_that_started_it_is_gone() -> Non
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def start_host(function: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(external_environment.HOST), f"outside_games:{function}"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_host_ends_with_its_input_also_where_the_environment_blocks_it() -> None:
+    one = start_host("block")
+    assert one.stdin is not None and one.stderr is not None
+    start = {"episode": "1/0/0", "url": "", "row": {}, "prompt": "", "seed": 1, "is_evaluation": False}
+    one.stdin.write(json.dumps({"type": "start", **start}) + "\n")
+    one.stdin.flush()
+    assert one.stderr.readline() == "blocked\n"
+    one.communicate(timeout=60)
+    assert one.returncode == 0
+
+
+def test_host_sends_rows_to_their_end_after_the_end_of_its_input() -> None:
+    output, _ = start_host("play").communicate('{"type": "rows", "split": "slow", "skip": 0, "size": null}\n', timeout=60)
+    assert [json.loads(line)["type"] for line in output.splitlines()] == ["ready", "row", "row", "row", "rows_end"]
 
 
 def test_two_plain_functions_play_at_once_in_the_host() -> None:
