@@ -88,6 +88,9 @@ class Worker:
             case CancelEpisode(episode=episode):
                 if episode in self._tasks:
                     self._episodes[episode].end()
+                    if episode in self._sessions:
+                        # The function may take a while to end, and its agents call meanwhile.
+                        self._sessions[episode].end()
                     # A task that is cancelled before its first step never runs, and would answer nothing.
                     asyncio.get_running_loop().call_soon(self._tasks[episode].cancel)
             case _:

@@ -89,6 +89,8 @@ class AgentSession:
                 before.
             agent: The name that the agent gives itself, for rewards of its own; empty for none.
         """
+        if self._over.done():
+            raise over()
         if self.num_open >= MAX_OPEN_CALLS:
             raise CallRefused(f"{MAX_OPEN_CALLS} calls of this episode wait already; try again later", status=429)
         exchange = self._exchanges.get(digest)
@@ -124,7 +126,7 @@ class AgentSession:
             )
 
     def end(self) -> None:
-        """Refuse the calls that wait: the episode is over."""
+        """Refuse the calls that wait and those that come: the episode is over."""
         if not self._over.done():
             self._over.set_result(None)
         for exchange in self._exchanges.values():

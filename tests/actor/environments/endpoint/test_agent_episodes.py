@@ -147,6 +147,37 @@ def test_calls_that_wait_and_later_ones_get_410_when_the_function_has_returned(t
     asyncio.run(check())
 
 
+def test_cancelled_episode_refuses_the_calls_of_a_function_that_takes_long_to_end(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(chat: Any, row: Any) -> float:
+        first = await ask(chat, PROMPT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            for messages in (PROMPT, [*PROMPT, first, {"role": "user", "content": "Sure?"}]):
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await ask(chat, messages)
+                statuses.append(caught.value.status_code)
+            raise
+        return 0.0
+
+    statuses: list[int] = []
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4", "5") as (actor, _):
+            assert actor.worker is not None
+            while not actor.worker._sessions or not next(iter(actor.worker._sessions.values()))._num_answers:
+                await asyncio.sleep(0.005)
+            actor.worker.handle(CancelEpisode(episode="3/1/0"))
+            assert isinstance(await actor.ends.get(), Failed)
+            assert len(actor.samples) == 1
+
+    asyncio.run(check())
+    assert statuses == [410, 410]
+    assert "Exception in ASGI application" not in caplog.text
+
+
 def test_cancelled_episode_gives_410_to_the_call_that_waits(tokenizer: Any) -> None:
     calls: list[asyncio.Task[Any]] = []
 
