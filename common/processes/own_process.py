@@ -16,7 +16,7 @@ GPU_BYTES_VARIABLE = "OFFBEAT_GPU_BYTES"
 GPU_RESERVE = 0.05
 """Part of a shared GPU that is promised to nobody, because the sums of the plan are estimates."""
 ROOM_VARIABLE = "OFFBEAT_ROOM"
-"""Environment variable of programs that fork others. It only makes room for a variable of theirs."""
+"""Environment variable of programs that fork others. It only reserves room for their own variable."""
 ROOM = "-" * 64
 """Its value."""
 _ROOM_LINE = f"{ROOM_VARIABLE}={ROOM}".encode()

@@ -1,4 +1,4 @@
-"""Ready-made environments for `task.environment`, to be made in a module of yours: `play = tools([add], reward=is_right)`."""
+"""Ready-made environments for `task.environment`, to be made in your own module: `play = tools([add], reward=is_right)`."""
 
 from offbeat.actor.environments.mcp_servers import mcp
 from offbeat.actor.environments.ready_made import gym, tools
