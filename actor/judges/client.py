@@ -29,6 +29,7 @@ from offbeat.actor.rewards.samples import JudgeError, JudgePrompt, RewardUnavail
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.formats import MASK
 from offbeat.common.settings.config import Config, JudgeSection
+from offbeat.common.settings.judge_checks import check_key_name
 from offbeat.protocols.text import plain
 
 MAX_CACHE_BYTES = 1 << 30
@@ -286,6 +287,7 @@ def headers_of(settings: JudgeSection) -> dict[str, str]:
     """Return the headers with the server's key. Raise `SettingError` when the environment has none that a header can carry."""
     if not settings.key_env:
         return {}
+    check_key_name(settings.key_env)
     key = os.environ.get(settings.key_env, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         problem = "this environment variable is not set" if not key else "this environment variable holds no key"

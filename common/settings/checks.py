@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from pathlib import Path
 
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.models.images import MAX_PROMPT_BYTES
@@ -12,12 +13,15 @@ from offbeat.common.settings.judge_checks import check_judge
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.library_options import check_deepspeed_options, deepspeed_warnings
 from offbeat.common.settings.objective_checks import check_objective, objective_warnings
-from offbeat.protocols.addresses import address_file, is_loopback
+from offbeat.protocols.addresses import address_file, host_of, is_loopback
 from offbeat.protocols.messages import HEARTBEAT_S
 
 _LOW_LEARNING_RATE = 1e-12
 _HIGH_LEARNING_RATE = 0.03
 _HIGH_TEMPERATURE = 3.0
+_LOW_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this one, except for 0."""
+_ANY_HOST = {"0.0.0.0", "::"}
 BYTES_PER_TOKEN = 8
 """Size of a token on the wire: an int32 token id and a float32 log-prob."""
 
@@ -27,6 +31,7 @@ def check(config: Config) -> list[str]:
     checks = (
         *(_check_lengths, check_objective, _check_staleness, _check_steps, _check_data, _check_images),
         *(_check_leases, _check_compile, _check_hub, _check_ports, _check_launch, _check_gpus, _check_scale, _check_run_name),
+        *(_check_mirror, _check_temperatures),
         check_judge,
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
@@ -257,6 +262,11 @@ def _check_ports(config: Config) -> None:
             problem = f"{taken[port]} has the same port"
             raise SettingError(setting, int(port), problem, "Give each its own port, or 0 for any free port.")
         taken[port] = setting
+    port = config.metrics.bind.rpartition(":")[2]
+    hosts = {host_of(config.metrics.bind), host_of(config.hub.bind or config.hub.address)}
+    if port != "0" and port in taken and (len(hosts) == 1 or hosts & _ANY_HOST):
+        problem = f"{taken[port]} has the same port"
+        raise SettingError("metrics.bind", config.metrics.bind, problem, "Give it another port, or 0 for any free port.")
 
 
 def _check_run_name(config: Config) -> None:
@@ -266,6 +276,20 @@ def _check_run_name(config: Config) -> None:
     placeholder = re.search(r"\{\w*\}", folder)
     if placeholder is not None and placeholder[0] != "{time}":
         raise SettingError("run.dir", folder, f"{placeholder[0]} is not a placeholder", "Write {time} for the start time.")
+
+
+def _check_mirror(config: Config) -> None:
+    folder, mirror = Path(config.run.dir).absolute(), config.run.mirror
+    if mirror and "://" not in mirror and Path(mirror).expanduser().absolute().is_relative_to(folder):
+        problem = "it lies in run.dir, and would be lost with it"
+        raise SettingError("run.mirror", mirror, problem, "Name a folder elsewhere, best on another disk.")
+
+
+def _check_temperatures(config: Config) -> None:
+    for setting, value in (("rollout", config.rollout.temperature), ("evaluation", config.evaluation.temperature)):
+        if 0 < value < _LOW_TEMPERATURE:
+            problem = f"vLLM samples at {_LOW_TEMPERATURE:g} instead, so its log-probs would not be those of the setting"
+            raise SettingError(f"{setting}.temperature", value, problem, f"Give {_LOW_TEMPERATURE:g} or more.")
 
 
 def _check_launch(config: Config) -> None:

@@ -16,13 +16,17 @@ def check_judge(config: Config) -> None:
     _check_address(judge.url)
     if not judge.model:
         raise SettingError("judge.model", "", "it is empty", "Name a model of the server at judge.url.")
-    if judge.key_env and not re.fullmatch(r"[A-Za-z_]\w*", judge.key_env, re.ASCII):
-        # It may be the key itself.
-        problem = "this is no name of an environment variable"
-        raise SettingError("judge.key_env", MASK, problem, "Export the key as JUDGE_KEY, for example, and give that name.")
+    check_key_name(judge.key_env)
     if judge.options.get("stream") or judge.options.get("n", 1) != 1:
         raise SettingError("judge.options", judge.options, "one whole answer is read", "Remove `stream` and `n`.")
     _check_limits(config)
+
+
+def check_key_name(name: str) -> None:
+    """Raise `SettingError`, without the text, for one that cannot be a variable's name: it may be the key itself."""
+    if name and not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        problem = "this is no name of an environment variable"
+        raise SettingError("judge.key_env", MASK, problem, "Export the key as JUDGE_KEY, for example, and give that name.")
 
 
 def is_address(url: str) -> bool:

@@ -192,8 +192,9 @@ def require_ready(environment: Environment, kind: str, text: str) -> None:
 
 def _ask(environment: Environment, wish: dict[str, Any] | None) -> Iterator[HostMessage]:
     """Start a host, send it one message, and yield its own until it ends."""
+    command = host_command(environment)
     process = subprocess.Popen(
-        host_command(environment), env=host_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        command, env=host_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None and process.stdout is not None
     limit = threading.Timer(ROWS_S, process.kill)
@@ -204,7 +205,13 @@ def _ask(environment: Environment, wish: dict[str, Any] | None) -> Iterator[Host
             if wish is not None:
                 process.stdin.write(msgspec.json.encode(wish) + b"\n")
         for line in process.stdout:
-            yield msgspec.json.decode(line, type=HostMessage)
+            try:
+                message = msgspec.json.decode(line, type=HostMessage)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                shown = line[:80].decode(errors="replace").strip()
+                problem = f"the program has written {shown!r} instead of a message ({error})"
+                raise SettingError("environment.python", command[0], problem, "Give the path of a Python.") from error
+            yield message
     finally:
         limit.cancel()
         process.kill()

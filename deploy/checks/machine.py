@@ -23,7 +23,7 @@ from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.local.devices import find_gpus
 from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need
 from offbeat.deploy.local.model_sizes import model_sizes
-from offbeat.deploy.local.plan import check_indices, plan_of_this_machine
+from offbeat.deploy.local.plan import check_gpus, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
 
@@ -151,7 +151,7 @@ def show_devices(config: Config) -> Iterator[Finding]:
         yield from check_devices(config)
         return
     try:
-        check_indices(config, len(inventory.gpus))
+        check_gpus(config, len(inventory.gpus))
     except SettingError as error:
         # The run may be meant for another machine.
         yield Finding("warning", f"on this machine: {error}")

@@ -50,11 +50,14 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
 
 
 def _learner_calls(config: Config) -> tuple[tuple[str, str, Callable[[str], object]], ...]:
-    """Return each setting that may name a function, the name, which may be empty, and what tries the function."""
+    """Return each setting that may name a function or a file of the learner, what it names, if anything, and what tries it."""
     rewards = np.arange(2 * config.rollout.group_size, dtype=np.float64).reshape(2, -1)
+    longest = config.rollout.max_new_tokens
+    lengths = np.array([1, longest])
     return (
         ("data.curriculum", config.data.curriculum, lambda _: _call_curriculum(config)),
-        ("reward.length_penalty", config.reward.length_penalty, load_length_penalty),
+        ("reward.length_penalty", config.reward.length_penalty, lambda path: load_length_penalty(path)(lengths, longest)),
+        ("loss.noise_floor", config.loss.noise_floor, _read_calibration),
         ("loss.function", config.loss.function, _call_loss),
         *(("loss.correction", path, _call_correction) for path in own_functions(config.loss.correction)),
         ("advantage.function", config.advantage.function, lambda path: load_advantage(path)(rewards)),
@@ -135,6 +138,13 @@ def _check_sandbox(setting: str) -> Iterator[Finding]:
         sandbox.check()
     except sandbox.NoSandboxError as error:
         yield Finding("mistake", f"{setting}: {error}")
+
+
+def _read_calibration(path: str) -> None:
+    # Imported here, as it imports torch.
+    from offbeat.learner.calibration.calibration import load_calibration
+
+    load_calibration(path)
 
 
 def _call_loss(path: str) -> None:

@@ -69,7 +69,7 @@ def plan_of_this_machine(config: Config) -> tuple[DevicePlan | None, Inventory]:
     """Return the plan for this machine, None where no GPU is used; raise `SettingError` for one that cannot be."""
     inventory = find_gpus()
     if not inventory.gpus or not config.model.path:
-        check_indices(config, len(inventory.gpus))
+        check_gpus(config, len(inventory.gpus))
         return None, inventory
     return make_plan(config, inventory.gpus, model_sizes(config.model.path), engine_here(config)), inventory
 
@@ -86,7 +86,7 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, e
     `sizes` is None for a model whose sizes are not known: then nothing is refused for its memory. Raises `SettingError`, with
     the arithmetic and the cure, for a plan that cannot fit.
     """
-    check_indices(config, len(gpus))
+    check_gpus(config, len(gpus))
     _check_instances(config, gpus)
     learner = config.launch.learner_gpus or _learner_gpus(config, len(gpus))
     places = config.launch.actor_gpus or _actor_gpus(config, len(gpus), learner)
@@ -187,8 +187,8 @@ class _Shares:
         return sum(gpu in place for place in self._places)
 
 
-def check_indices(config: Config, num_gpus: int) -> None:
-    """Raise `SettingError` for an index of a GPU that the run does not have."""
+def check_gpus(config: Config, num_gpus: int) -> None:
+    """Raise `SettingError` for an index of a GPU that the run does not have, and for NCCL without any."""
     launch = config.launch
     for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):
         absent = [gpu for gpu in gpus if gpu >= num_gpus]
@@ -196,6 +196,8 @@ def check_indices(config: Config, num_gpus: int) -> None:
             problem = f"this run has {num_gpus} GPUs, counted from 0, and no GPU {absent[0]}"
             cure = "Name those that it has (CUDA_VISIBLE_DEVICES may hide some), or leave the setting empty."
             raise SettingError(f"launch.{setting}", gpus, problem, cure)
+    if config.weights.backend == "nccl" and not num_gpus:
+        raise SettingError("weights.backend", "nccl", "this run has no GPU, and NCCL needs one", 'Set weights.backend="auto".')
 
 
 def _check_instances(config: Config, gpus: tuple[Gpu, ...]) -> None:

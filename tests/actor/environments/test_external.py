@@ -248,6 +248,10 @@ def test_environment_that_cannot_be_loaded_is_refused_with_its_python(tiny_model
         check_external(Environment("nowhere:play", sys.executable))
     with pytest.raises(SettingError, match=r'environment\.python = "/no/python": there is no such program'):
         check_external(Environment("outside_games:play", "/no/python"))
+    with pytest.raises(
+        SettingError, match=r'environment\.python = "/bin/echo": the program has written .*host.py outside_games'
+    ):
+        check_external(Environment("outside_games:play", "/bin/echo"))
 
 
 def test_endless_rows_are_cut_by_size_and_begin_after_skip() -> None:

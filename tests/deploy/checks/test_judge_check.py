@@ -34,7 +34,12 @@ def test_server_that_is_down_is_warned_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "setting"), [({"key_env": "ABSENT_KEY"}, "judge.key_env"), ({"cache": "a_file/cache"}, "judge.cache")]
+    ("settings", "setting"),
+    [
+        ({"key_env": "ABSENT_KEY"}, "judge.key_env"),
+        ({"key_env": "sk-secret-7"}, "judge.key_env"),
+        ({"cache": "a_file/cache"}, "judge.cache"),
+    ],
 )
 def test_missing_key_and_cache_are_mistakes(
     settings: dict[str, str], setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,3 +49,4 @@ def test_missing_key_and_cache_are_mistakes(
     (kind, text), *_ = found("http://127.0.0.1:1/v1", **settings)
     assert kind == "mistake"
     assert text.startswith(f"{setting} = ")
+    assert "secret-7" not in text, "it may be the key itself"

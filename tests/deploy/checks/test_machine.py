@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection
+from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection, WeightsSection
 from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
 from offbeat.deploy.checks.findings import findings_of
 from offbeat.deploy.checks.machine import (
@@ -87,6 +88,10 @@ def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no
     (refusal,) = findings_of(lambda: check_devices(with_learner_gpu(0)))
     assert "this run has 0 GPUs" in refusal.text
     assert list(check_devices(CONFIG)) == []
+    with_nccl = msgspec.structs.replace(CONFIG, weights=WeightsSection(backend="nccl"))
+    for check, kind in ((check_devices, "mistake"), (show_devices, "warning")):
+        (finding,) = findings_of(partial(check, with_nccl))
+        assert (finding.kind, "NCCL needs one" in finding.text) == (kind, True)
 
 
 def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,6 +403,15 @@ def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(comm
 
 
 @pytest.mark.parametrize("command", ["check", "train", "learner"])
+def test_length_penalty_is_called_and_a_noise_floor_is_read(command: Command, overrides: list[str]) -> None:
+    Path("my_penalty.py").write_text("def endless(lengths, max_new_tokens): return 1 / (max_new_tokens - lengths)")
+    (text,) = refused([*overrides, "reward.length_penalty=my_penalty:endless"], command)
+    assert "it returned inf for a completion of" in text
+    (text,) = refused([*overrides, "loss.noise_floor=train.jsonl"], command)
+    assert text.startswith('loss.noise_floor = "train.jsonl": it is not a calibration')
+
+
+@pytest.mark.parametrize("command", ["check", "train", "learner"])
 def test_own_evaluation_is_called_on_the_first_held_out_row(command: Command, overrides: list[str]) -> None:
     Path("my_numbers.py").write_text("""
 def right(completions): return {each.finish_reason: each.row["extra"] * each.reward for each in completions}
