@@ -219,7 +219,7 @@ class RolloutSection(Section, frozen=True):
     max_new_tokens: PositiveInt = 1024
     """Maximum length of a completion, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature. The learner divides its logits by the same number."""
+    """Sampling temperature, at least 0.01. The learner divides its logits by the same number."""
     lease_timeout_s: PositiveFloat = 600.0
     """Time an actor has to return the group of a lease, in seconds. After that the lease expires and the prompt is
     re-queued."""
