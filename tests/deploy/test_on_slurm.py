@@ -99,8 +99,11 @@ def test_run_goes_on_while_actors_are_scaled_and_preempted_and_the_learner_is_re
 
     services.wait_for(lambda: all(map(num_groups, names)), "groups of both actors")
 
-    other = slurm.run("sbatch", "--parsable", "--partition=main", "--output=/dev/null", "--wrap=exec sleep infinity").strip()
-    services.wait_for(lambda: slurm.states()[other] == "RUNNING", "an actor makes way for the job of another user")
+    begun = tmp_path / "begun"
+    wrapped = f"--wrap=touch {begun}; exec sleep infinity"
+    other = slurm.run("sbatch", "--parsable", "--partition=main", "--output=/dev/null", wrapped).strip()
+    # A job that is cancelled before its first process is there misses the signal, and keeps its node.
+    services.wait_for(begun.exists, "an actor makes way for the job of another user")
     (preempted,) = [job for job, state in slurm.states().items() if state == "PENDING"]
     num_before = num_groups(preempted)
     slurm.run("scancel", other)
