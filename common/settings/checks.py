@@ -254,19 +254,20 @@ def _is_loopback(setting: str, address: str) -> bool:
 
 def _check_ports(config: Config) -> None:
     """Refuse ports that two listeners of the learner would share."""
+    hub, page = config.hub.bind or config.hub.address, config.metrics.bind
+    listeners: dict[str, str | int] = {"hub.address": hub, "weights.port": config.weights.port}
+    listeners["weights.pull_port"] = config.weights.pull_port
+    # The page may have an address of its own; the others listen at the hub's.
+    hosts = {host_of(page), host_of(hub)}
+    if len(hosts) == 1 or hosts & _ANY_HOST:
+        listeners["metrics.bind"] = page
     taken: dict[str, str] = {}
-    bound = (config.hub.bind or config.hub.address).rpartition(":")[2]
-    ports = {"hub.address": bound, "weights.port": str(config.weights.port), "weights.pull_port": str(config.weights.pull_port)}
-    for setting, port in ports.items():
+    for setting, value in listeners.items():
+        port = str(value).rpartition(":")[2]
         if port != "0" and port in taken:
             problem = f"{taken[port]} has the same port"
-            raise SettingError(setting, int(port), problem, "Give each its own port, or 0 for any free port.")
+            raise SettingError(setting, value, problem, "Give each its own port, or 0 for any free port.")
         taken[port] = setting
-    port = config.metrics.bind.rpartition(":")[2]
-    hosts = {host_of(config.metrics.bind), host_of(config.hub.bind or config.hub.address)}
-    if port != "0" and port in taken and (len(hosts) == 1 or hosts & _ANY_HOST):
-        problem = f"{taken[port]} has the same port"
-        raise SettingError("metrics.bind", config.metrics.bind, problem, "Give it another port, or 0 for any free port.")
 
 
 def _check_run_name(config: Config) -> None:

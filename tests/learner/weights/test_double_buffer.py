@@ -21,6 +21,17 @@ def write(snapshots: DoubleBuffer, policy_version: int) -> None:
         snapshots.publish(policy_version)
 
 
+def assert_write_waits_for(snapshot: WeightSnapshot, snapshots: DoubleBuffer, policy_version: int) -> None:
+    """Write a version in a thread, and give back the snapshot that it must wait for."""
+    writer = threading.Thread(target=write, args=(snapshots, policy_version))
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive()
+    snapshots.give_back(snapshot)
+    writer.join(PATIENCE_S)
+    assert not writer.is_alive()
+
+
 def buffers_of(snapshots: DoubleBuffer, *taken: WeightSnapshot) -> set[int]:
     held = [snapshots._current.buffer, snapshots._spare, *(snapshot.buffer for snapshot in taken)]
     return {id(buffer) for buffer in held if buffer is not None}
@@ -103,13 +114,7 @@ def test_there_is_never_a_third_buffer_training_waits_for_one_of_two(monkeypatch
     lent = snapshots.take()
     write(snapshots, 2)
     in_collective = snapshots.take()
-    writer = threading.Thread(target=write, args=(snapshots, 3))
-    writer.start()
-    writer.join(0.2)
-    assert writer.is_alive()
-    snapshots.give_back(in_collective)
-    writer.join(PATIENCE_S)
-    assert not writer.is_alive()
+    assert_write_waits_for(in_collective, snapshots, 3)
     assert int(lent.buffer.flat[0]) == 1
     assert len(buffers_of(snapshots, lent, in_collective)) == 2
 
@@ -127,12 +132,7 @@ def test_training_waits_for_a_transfer_where_no_memory_is_left_for_a_second_buff
         without_memory.setattr(double_buffer, "WeightBuffer", refuse)
         snapshots.provide_spare()
         lent = snapshots.take()
-        writer = threading.Thread(target=write, args=(snapshots, 2))
-        writer.start()
-        writer.join(0.2)
-        assert writer.is_alive()
-        snapshots.give_back(lent)
-        writer.join(PATIENCE_S)
+        assert_write_waits_for(lent, snapshots, 2)
     assert snapshots.newest_version == 2
     assert "no memory for a second buffer of weights ([Errno 27] File too large)" in caplog.text
     snapshots.provide_spare()
