@@ -250,6 +250,7 @@ def update_from(port: int, timeout_s: float) -> WeightUpdate:
 
 
 def receiver_threads() -> list[threading.Thread]:
+    """Return the receivers' threads, those included that another test has left stuck in a broadcast for good."""
     return [thread for thread in threading.enumerate() if thread.name == "weight-receiver"]
 
 
@@ -258,6 +259,7 @@ def no_link(address: str) -> Link:
 
 
 def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> None:
+    others = receiver_threads()
     store = collectives.serve_store("127.0.0.1", 0, PATIENCE_S, listen_on="127.0.0.1")
     receiver = WeightReceiver(SMALL, no_link)
     receiver.announce(update_from(store.port, PATIENCE_S))
@@ -267,10 +269,11 @@ def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> Non
         assert time.monotonic() < deadline
         time.sleep(0.01)
     receiver.close()
-    assert not receiver_threads()
+    assert receiver_threads() == others
 
 
 def test_receiver_without_a_learner_names_the_setting_of_the_port_and_lives() -> None:
+    others = receiver_threads()
     receiver = WeightReceiver(SMALL, no_link)
     try:
         receiver.announce(update_from(9, 0.5))
@@ -282,7 +285,7 @@ def test_receiver_without_a_learner_names_the_setting_of_the_port_and_lives() ->
         assert outcome.error is not None and outcome.error.startswith(expected)
     finally:
         receiver.close()
-    assert not receiver_threads()
+    assert receiver_threads() == others
 
 
 @pytest.fixture(scope="module", autouse=True)

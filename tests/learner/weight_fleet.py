@@ -1,6 +1,5 @@
 """A publisher, and receivers in other processes, which tests kill, stop or corrupt."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -22,6 +21,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightUpdate
+from tests.forked import context
 
 SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
 LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
@@ -33,10 +33,6 @@ TIMEOUT_S = 2.5
 PATIENCE_S = 30.0
 
 Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; receivers are forked from it.
-context.set_forkserver_preload(["offbeat.actor.weights.receiver", "offbeat.learner.training.ranks"])
 
 
 def open_hub() -> Hub:

@@ -5,7 +5,6 @@ part of a broadcast is over before the others have the bytes.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -24,10 +23,6 @@ from offbeat.common.weights import nccl_group
 from offbeat.common.weights.nccl_group import NcclStart
 
 Fate = Literal["", "hang in init", "die in init", "refuse", "die", "stop", "never complete", "hang in wait", "no device"]
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; NCCL's processes are forked from it.
-context.set_forkserver_preload(["tests.common.weights.nccl_stand_in"])
 
 WIRE_S = 0.1
 """Seconds until a bucket has arrived at a member; the root's part of the broadcast is over at once."""

@@ -16,7 +16,8 @@ from offbeat.common.weights.flat import WeightBuffer, make_layout
 from offbeat.common.weights.nccl_group import ENVIRONMENT, NcclGroup
 from offbeat.protocols.messages import NcclTransport
 from tests.common.weights import nccl_stand_in
-from tests.common.weights.nccl_stand_in import Fate, context
+from tests.common.weights.nccl_stand_in import Fate
+from tests.forked import context
 from tests.gpu_report import MEASURED
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,6 @@
 """Learner ranks on two machines: a wrong port, address or interface, a dead process and a cut cable each end in a sentence."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -18,15 +17,12 @@ from offbeat.common.records import logs
 from offbeat.learner.policy import process_group
 from offbeat.learner.training.ranks import naming_lost_ranks
 from tests.deploy.machines_apart import Machines, cut_cable, move_to, two_machines
+from tests.forked import context
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120.0
 PORT = 29500
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.learner.training.ranks", "tests.deploy.machines_apart"])
-
 Rank = tuple[BaseProcess, Connection]
 
 

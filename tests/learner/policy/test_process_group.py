@@ -1,6 +1,5 @@
 """Gathering tensors between two real processes."""
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -10,14 +9,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.learner.policy.process_group import gather_rows
+from tests.forked import context
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.learner.policy.process_group"])
 
 
 def run_rank(rank: int, store: str, num_rows: list[int], connection: Connection) -> None:

@@ -1,6 +1,5 @@
 """Ranks that share packs compute what one rank computes, between real processes."""
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,11 @@ from offbeat.common.settings.library_options import check_heads
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.learner.policy.sequence_parallel import SequenceGroup, join_sequence_group
+from tests.forked import context
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120.0
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(
-    [
-        "offbeat.learner.policy.logprobs",
-        "transformers.models.qwen3.modeling_qwen3",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    ]
-)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,

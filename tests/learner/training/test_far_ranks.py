@@ -1,6 +1,5 @@
 """Files of ranks that do not see rank 0's folder, copied between two real processes."""
 
-import multiprocessing
 import os
 import resource
 from collections.abc import Callable
@@ -13,15 +12,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.learner.training import trainer_state as far_ranks
+from tests.forked import context
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
 CONTENTS = {"empty": b"", "of_one_chunk": b"12345678", "longer": bytes(range(29))}
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.learner.training.trainer_state"])
 
 
 def run_rank(act: Callable[[], Any], rank: int, store: str, folder: Path, connection: Connection) -> None:

@@ -1,6 +1,5 @@
 """Calls of rank 0 reach the other ranks: through bytes, and between two real processes."""
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -33,6 +32,7 @@ from offbeat.learner.training.ranks import (
 )
 from offbeat.protocols.messages import TensorSpec
 from offbeat.protocols.payload import Segment, Turn
+from tests.forked import context
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from offbeat.learner.training.trainer import Trainer
 
 PATIENCE_S = 60.0
-
-context = multiprocessing.get_context("forkserver")
-# One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.actor.weights.receiver", "offbeat.learner.training.ranks"])
 
 
 def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:

@@ -21,7 +21,8 @@ from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
 from tests.common.weights import nccl_stand_in
-from tests.common.weights.nccl_stand_in import Fate, context
+from tests.common.weights.nccl_stand_in import Fate
+from tests.forked import context
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT
 
 pytestmark = pytest.mark.slow
