@@ -273,7 +273,7 @@ def _kill_in_checkpoint(scene: Scene) -> Committed:
 
 def _await_checkpoint(scene: Scene) -> Path | None:
     """Wait until the learner writes a checkpoint, and return its unfinished folder; None when it writes none."""
-    partial = _wait(scene.victims, lambda: list((scene.run / CHECKPOINTS).glob("*.partial")), look_s=0.001)
+    partial = _wait(scene.victims, lambda: list((scene.run / CHECKPOINTS).glob("*.partial")), look_s=0.005)
     return partial[0] if partial else None
 
 

@@ -25,7 +25,7 @@ from tests.chaos.faults import MAX_FILES, Attempt, Committed, Scene, commit
 from tests.chaos.judge import Judge
 from tests.chaos.machine import Clock, Disk
 from tests.chaos.network import Network
-from tests.chaos.schedule import Fault, Target
+from tests.chaos.schedule import IN_CHECKPOINT, Fault, Target
 from tests.chaos.tools import Tools
 
 logger = logging.getLogger(f"offbeat.{__name__}")
@@ -354,8 +354,11 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
 
 
 def is_ahead(left: Sequence[Fault], newest_step: int) -> bool:
-    """Return whether the run has made more steps than the plan has for the next of the faults that are left."""
-    return bool(left) and newest_step > left[0].at_step + AHEAD_STEPS
+    """Return whether the run has made more steps than the plan has for the next of the faults that are left.
+
+    A fault that waits for the step with the next checkpoint is never late.
+    """
+    return bool(left) and left[0].kind not in IN_CHECKPOINT and newest_step > left[0].at_step + AHEAD_STEPS
 
 
 def missed(happened: Iterable[Happened]) -> list[str]:

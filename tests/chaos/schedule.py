@@ -67,6 +67,8 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
 }
 FILLING: tuple[Kind, ...] = ("fill disk", "fill disk in checkpoint", "limit file size")
 """Faults of the first half of a round: without room at its end, a run leaves no trained model and says so."""
+IN_CHECKPOINT: tuple[Kind, ...] = ("kill learner in checkpoint", "fill disk in checkpoint")
+"""Faults that wait until the learner writes a checkpoint."""
 OF_ENVIRONMENTS: tuple[Kind, ...] = ("kill environment", "wedge tool", "leave daemon", "tool down")
 """Faults of runs with an environment."""
 OF_REWARDS: tuple[Kind, ...] = ("judge down",)
