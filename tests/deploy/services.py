@@ -99,6 +99,10 @@ class Services:
         rows = [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
         return [row for row in rows if not kind or row["kind"] == kind]
 
+    def events(self, run: str) -> set[tuple[str, str | None]]:
+        """Return the name and the actor of each event of a run."""
+        return {(row["event"], row.get("actor")) for row in self.rows(run, "event")}
+
     def wait(self, process: Process, log: str) -> int:
         """Return the exit status. Fail the test with the output when nothing in the folder makes progress any more."""
         self.wait_for(lambda: process.poll() is not None, f"the end of {log}")

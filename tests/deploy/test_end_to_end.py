@@ -70,8 +70,8 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(services: Serv
     config = write_config(
         tmp_path,
         tiny_model,
-        # Long enough for an engine to start meanwhile: 5 groups a second from each actor.
-        train={"num_steps": 40, "groups_per_step": 4, "learning_rate": 1e-3},
+        train={"num_steps": 100_000, "groups_per_step": 4, "learning_rate": 1e-3},
+        # The cores are left to the starting services.
         task=SLOW_REWARD,
         hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
     )
@@ -82,16 +82,18 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(services: Serv
     services.wait_for(lambda: "doomed" in {row["actor"] for row in services.rows("run", "group")}, "its groups")
     processes.kill_group(doomed.pid)
     late = services.start("actor", config, address, "actor.name=late", log="late")
+    there = {"early", "late"}
+    services.wait_for(lambda: there <= {row["actor"] for row in services.rows("run", "group")}, f"groups of {there}")
+    services.wait_for(lambda: ("actor_lost", "doomed") in services.events("run"), "the loss of the killed actor")
+    learner.send_signal(signal.SIGTERM)
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert services.wait(early, "early") == 0
     assert services.wait(late, "late") == 0, services.output("late")
-    events = {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
-    assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
-    assert ("actor_lost", "doomed") in events
-    assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
-    assert len(services.rows("run", "step")) == 40
+    assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= services.events("run")
+    steps = [row["policy_version"] for row in services.rows("run", "step")]
+    assert steps == list(range(1, len(steps) + 1)) != []
     final = services.rows("run", "final")[-1]["ledger"]
-    assert final["trained"] == 160
+    assert final["trained"] == 4 * len(steps)
     assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
@@ -103,7 +105,7 @@ def test_completions_that_live_through_updates_carry_their_segments_and_those_pa
         tiny_model,
         model={"max_length": 320},
         rollout={"group_size": 2, "max_new_tokens": 300, "lease_timeout_s": 60.0},
-        train={"num_steps": 40, "groups_per_step": 1, "learning_rate": 1e-3},
+        train={"num_steps": 12, "groups_per_step": 1, "learning_rate": 1e-3},
         staleness={"max_staleness": 2, "staleness_policy": "abort"},
         launch={"num_actors": 1},
     )
@@ -123,7 +125,7 @@ def test_stopped_run_of_an_adapter_resumes_where_it_was(services: Services, tmp_
     config = write_config(
         tmp_path,
         tiny_model,
-        train={"num_steps": 40, "groups_per_step": 4, "checkpoint_interval": 2, "learning_rate": 1e-3},
+        train={"num_steps": 16, "groups_per_step": 4, "checkpoint_interval": 2, "learning_rate": 1e-3},
         actor={"max_inflight_groups": 4, "engine": "transformers", "engine_options": {}},
         loss={"objective": "grpo"},
         kl={"loss_coef": 0.01},
@@ -135,15 +137,15 @@ def test_stopped_run_of_an_adapter_resumes_where_it_was(services: Services, tmp_
     assert services.wait(train, "train") == 130, services.output("train")
     reached = services.rows("run", "final")[-1]
     assert (reached["outcome"], reached["detail"]) == ("stopped", "SIGINT"), "the signal that the user sent"
-    assert reached["policy_version"] < 40
+    assert reached["policy_version"] < 16
     resumed = services.start("train", config, "run.resume=true", log="resumed")
     assert services.wait(resumed, "resumed") == 0, services.output("resumed")
     steps = services.rows("run", "step")
-    assert [row["policy_version"] for row in steps] == list(range(1, 41))
+    assert [row["policy_version"] for row in steps] == list(range(1, 17))
     assert steps[-1]["kl/reference"] > 0, "the adapter has moved the policy away from the one below it"
     assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4, "engines have the merged weights"
     final = services.rows("run", "final")[-1]["ledger"]
-    assert final["trained"] == 160
+    assert final["trained"] == 64
     assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 

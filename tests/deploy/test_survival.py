@@ -33,7 +33,7 @@ def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
     config = write_config(
         tmp_path,
         tiny_model,
-        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3, "checkpoint_interval": 8},
+        train={"num_steps": 32, "groups_per_step": 4, "learning_rate": 1e-3, "checkpoint_interval": 8},
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
         launch={"num_actors": 2},
     )
@@ -49,7 +49,7 @@ def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
     # Both actors lived through it. A lease that the killed learner had logged and not sent yet never reached its actor.
     assert set(expired.values()) <= {"the actor no longer has it"}, expired
     assert len(expired) <= 8, "more than all actors may hold"
-    assert ledger == {"leased": 240 + len(expired), "trained": 240, "dropped": {}, "expired": len(expired), "in_flight": 0}
+    assert ledger == {"leased": 128 + len(expired), "trained": 128, "dropped": {}, "expired": len(expired), "in_flight": 0}
     assert sum(isinstance(event, Granted) for event in events) == ledger["leased"]
     answered = [event.lease_id for event in events if isinstance(event, Accepted)]
     assert sorted(answered) == sorted(
@@ -58,7 +58,7 @@ def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
     assert all(event.reward_s > 0 for event in events if isinstance(event, Accepted))
     trace = read_trace(tmp_path / "run", TraceRequest(lease=None, step=None, slowest=1000))
     shown = [span for process in trace.processes for span in process.spans if span.name.startswith("lease ")]
-    assert len(shown) == 240
+    assert len(shown) == 128
     assert {child.name for span in shown for child in span.children} == {"wait", "generate", "reward", "queue", "train"}
     assert_audit_finds_nothing(tmp_path)
 
@@ -69,7 +69,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     config = write_config(
         tmp_path,
         tiny_model,
-        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3},
+        train={"num_steps": 36, "groups_per_step": 4, "learning_rate": 1e-3},
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
     )
     actors = [services.start("actor", config, f"actor.name={name}", log=name) for name in ("a", "b")]
@@ -102,7 +102,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert steps == list(range(1, len(steps) + 1)) != []
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
-    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
+    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 144
     # Settings changed during the run survive the restart.
     assert all(TUNED.items() <= row.items() for row in services.rows("run", "step")[num_before:])
     kept = {row["setting"]: row["value"] for row in services.rows("run", "event") if row["event"] == "setting_kept"}
@@ -233,7 +233,7 @@ def test_keys_let_in_who_is_listed_and_a_revoked_key_ends_its_actor_not_the_run(
 
     allowed = tmp_path / "keys" / "allowed_keys"
     allowed.write_text("".join(line for line in allowed.read_text().splitlines(keepends=True) if " doomed " not in line))
-    services.wait_for(lambda: ("actor_lost", "doomed") in events(services), "the revoked actor's leases go on to others")
+    services.wait_for(lambda: ("actor_lost", "doomed") in services.events("run"), "the revoked actor's leases go on to others")
     steps = len(services.rows("run", "step"))
     services.wait_for(lambda: len(services.rows("run", "step")) > steps + 3, "steps after the revocation")
     assert {member["name"] for member in ask_status(services, config)["members"]} == {"good"}
@@ -289,10 +289,6 @@ def kill(process: psutil.Process) -> None:
 
 def workers(services: Services) -> set[str]:
     return {row["actor"] for row in services.rows("run", "group")}
-
-
-def events(services: Services) -> set[tuple[str, str | None]]:
-    return {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
 
 
 def ask_status(services: Services, config: str, *, must_answer: bool = True) -> dict[str, Any]:
