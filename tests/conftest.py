@@ -35,7 +35,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCES, os.environ.ge
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
-settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("offbeat", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=10)
 settings.load_profile("offbeat")
 

@@ -131,7 +131,12 @@ def test_start_that_the_warm_process_did_not_live_to_make_is_made_without_it(
     assert starts._warm is None
 
 
-def test_service_that_is_ended_before_it_was_forked_never_runs(starts: WarmStarts, tmp_path: Path) -> None:
+def test_imports_begin_early_and_a_service_that_is_ended_before_it_was_forked_never_runs(
+    starts: WarmStarts, tmp_path: Path
+) -> None:
+    starts.prepare()
+    warm = warm_pid(starts)
+    wait_for(lambda: "libtorch" in Path(f"/proc/{warm}/maps").read_text())
     killed, stopped = starts.start(refused(tmp_path)), starts.start(refused(tmp_path))
     other = starts.start(refused(tmp_path)._replace(log=tmp_path / "other.log"))
     killed.kill()
@@ -139,16 +144,9 @@ def test_service_that_is_ended_before_it_was_forked_never_runs(starts: WarmStart
     assert (killed.status(), stopped.status()) == (0, 0)
     # The warm process serves in order: when the last is here, the others have come and gone.
     forked_pid(other)
+    assert warm_pid(starts) == warm
     wait_for(lambda: other.status() is not None)
     assert (tmp_path / "refused.log").read_text() == ""
-
-
-def test_imports_begin_before_it_is_known_what_starts(starts: WarmStarts, tmp_path: Path) -> None:
-    starts.prepare()
-    warm = warm_pid(starts)
-    wait_for(lambda: "libtorch" in Path(f"/proc/{warm}/maps").read_text())
-    forked_pid(starts.start(refused(tmp_path)))
-    assert warm_pid(starts) == warm
 
 
 def test_imports_that_start_threads_are_not_forked(
