@@ -171,6 +171,9 @@ def test_cancelled_episode_refuses_the_calls_of_a_function_that_takes_long_to_en
                 await asyncio.sleep(0.005)
             actor.worker.handle(CancelEpisode(episode="3/1/0"))
             assert isinstance(await actor.ends.get(), Failed)
+            # The learner is told at once, whatever the function still does.
+            while len(statuses) < 2:
+                await asyncio.sleep(0.005)
             assert len(actor.samples) == 1
 
     asyncio.run(check())
