@@ -155,7 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "warm" in getattr(item, "fixturenames", ()):
             item.add_marker("service")
-    # Services come first, with two workers (`-n 2`) in a chain on each; everything else fills the time that is left.
+    # Services come first, in a chain on each of two workers; everything else fills the time that is left.
     items.sort(key=lambda item: item.get_closest_marker("service") is None)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:

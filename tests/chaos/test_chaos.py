@@ -29,19 +29,8 @@ from tests.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from tests.chaos.faults import Attempt, Committed, Scene, commit
 from tests.chaos.machine import Clock, Disk, open_disk
 from tests.chaos.network import Namespace, Network, Proxy, open_network
-from tests.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
-from tests.chaos.schedule import (
-    FILLING,
-    IN_CHECKPOINT,
-    KINDS,
-    OF_ENVIRONMENTS,
-    OF_REWARDS,
-    Fault,
-    Kind,
-    Target,
-    plan,
-    round_seed,
-)
+from tests.chaos.round import Happened, Watch
+from tests.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from tests.deploy.services import SERVICES_S, Services
 from tests.process_ends import kill_and_wait
 
@@ -64,15 +53,6 @@ def test_plan_holds_each_kind_once_in_the_order_of_its_steps_and_is_a_function_o
     assert plan(seed, num_steps=num_steps, dead_after_s=5.0) == faults
     kinds = [fault.kind for fault in faults]
     assert all(kinds.index(kind) <= len(KINDS) // 2 for kind in FILLING), "a full disk at the end leaves no model"
-
-
-def test_run_is_ahead_of_a_plan_when_its_next_fault_is_late_and_never_when_none_is_left() -> None:
-    left = plan(7, num_steps=60, dead_after_s=3.0)[-2:]
-    due = left[0].at_step + AHEAD_STEPS
-    assert [is_ahead(left, step) for step in (0, due, due + 1)] == [False, False, True]
-    assert not is_ahead([], 60)
-    awaiting = [left[0]._replace(kind=kind) for kind in IN_CHECKPOINT]
-    assert not any(is_ahead([fault], 60) for fault in awaiting), "a slow run would not come to its checkpoint"
 
 
 def test_rounds_differ_and_stops_come_shorter_and_longer_than_a_peer_may_be_silent() -> None:

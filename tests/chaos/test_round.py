@@ -1,4 +1,4 @@
-"""Chaos: a round whose run ends before the plan does."""
+"""Chaos: a round whose run is ahead of its plan, or ends before it."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,17 @@ from offbeat.common.settings.config import Config, DataSection, ModelSection
 from tests.chaos import round as chaos_round
 from tests.chaos.machine import Clock
 from tests.chaos.network import Proxy
-from tests.chaos.round import Site, run_round
-from tests.chaos.schedule import Fault
+from tests.chaos.round import AHEAD_STEPS, Site, is_ahead, run_round
+from tests.chaos.schedule import IN_CHECKPOINT, Fault, plan
+
+
+def test_run_is_ahead_of_a_plan_when_its_next_fault_is_late_and_never_when_none_is_left() -> None:
+    left = plan(7, num_steps=60, dead_after_s=3.0)[-2:]
+    due = left[0].at_step + AHEAD_STEPS
+    assert [is_ahead(left, step) for step in (0, due, due + 1)] == [False, False, True]
+    assert not is_ahead([], 60)
+    awaiting = [left[0]._replace(kind=kind) for kind in IN_CHECKPOINT]
+    assert not any(is_ahead([fault], 60) for fault in awaiting), "a slow run would not come to its checkpoint"
 
 
 @pytest.mark.slow

@@ -249,9 +249,9 @@ def update_from(port: int, timeout_s: float) -> WeightUpdate:
     )
 
 
-def receiver_threads() -> list[threading.Thread]:
+def receiver_threads() -> set[threading.Thread]:
     """Return the receivers' threads, those included that another test has left stuck in a broadcast for good."""
-    return [thread for thread in threading.enumerate() if thread.name == "weight-receiver"]
+    return {thread for thread in threading.enumerate() if thread.name == "weight-receiver"}
 
 
 def no_link(address: str) -> Link:

@@ -491,8 +491,8 @@ def check_apart(overrides: list[str]) -> subprocess.CompletedProcess[str]:
 def test_rows_of_every_format_are_checked_by_a_process_of_its_own(overrides: list[str]) -> None:
     write_data([{"prompt": "1+2>", "answer": "3"}, {"prompt": "12345678>", "answer": "3"}])
     # `datasets`, unlike the reader of JSON, imports torch.
-    others = [f"data.eval_data.{suffix}=data.{suffix}" for suffix in ("csv", "parquet", "arrow", "folder")]
-    done = check_apart([*overrides, "data.train_data=data.json", *others])
+    others = [f"data.eval_data.{suffix}=data.{suffix}" for suffix in ("json", "parquet", "arrow", "folder")]
+    done = check_apart([*overrides, "data.train_data=data.csv", *others])
     assert done.stderr.count("has 9 tokens") == 1 + len(others), done.stderr
     assert "could not be checked" not in done.stderr
     assert done.returncode == 2

@@ -185,13 +185,13 @@ def test_run_gets_an_actor_more_and_one_less_while_it_trains_and_no_lease_is_los
             wants(config, 2)
             services.wait_for(lambda: "actor-1" in {row["actor"] for row in services.rows("run", "group")}, "its groups")
             wants(config, 1)
-            services.wait_for(lambda: ("actor_left", "actor-1") in events(services.rows("run", "event")), "its leave")
+            services.wait_for(lambda: ("actor_left", "actor-1") in services.events("run"), "its leave")
         finally:
             stop.ask("the test is over")
             train.join()
         expired = [row["detail"] for row in services.rows("run", "event") if row["event"] == "lease_expired"]
         assert not [detail for detail in expired if "no group within" in detail]
-        assert ("actor_lost", "actor-1") not in events(services.rows("run", "event"))
+        assert ("actor_lost", "actor-1") not in services.events("run")
         final = services.rows("run", "final")[-1]
         ledger = final["ledger"]
         assert final["outcome"] == "stopped"
@@ -200,7 +200,3 @@ def test_run_gets_an_actor_more_and_one_less_while_it_trains_and_no_lease_is_los
 
 def wants(config: Config, actors: int) -> None:
     assert tune(open_link_to(config.hub, "operator"), config.hub.address, {"scale.actors": str(actors)})
-
-
-def events(rows: list[dict]) -> set[tuple[str, str | None]]:
-    return {(row["event"], row.get("actor")) for row in rows}
