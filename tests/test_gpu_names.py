@@ -12,11 +12,15 @@ from tests import gpu_names
 from tests.gpu_names import TABLE, Definitions, Folder, Use, differences, find_uses, losses, read_pins, read_range
 
 WRITE = "run: python .ci/read_cuda_wheels.py"
-USES = find_uses()
 TABLE_OF_WHEELS = json.loads(TABLE.read_text())
 NAMES: dict[str, str] = TABLE_OF_WHEELS["names"]
 OTHERS: dict[str, list[str]] = TABLE_OF_WHEELS["others"]
 """Differences from `NAMES` in the other versions of vLLM that are allowed, with their torch, by version."""
+
+
+@pytest.fixture(scope="module")
+def uses() -> list[Use]:
+    return find_uses()
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,8 @@ def test_no_name_or_parameter_is_gone_in_another_version_that_is_allowed(version
     assert losses(OTHERS[version]) == []
 
 
-def test_wheels_were_asked_for_every_name_that_the_source_uses() -> None:
-    assert sorted(NAMES) == sorted({use.name for use in USES}), WRITE
+def test_wheels_were_asked_for_every_name_that_the_source_uses(uses: list[Use]) -> None:
+    assert sorted(NAMES) == sorted({use.name for use in uses}), WRITE
     # Names of each kind: imported, of a module, of an object.
     assert {"vllm.inputs.tokens_input", "torch.cuda.set_device", "vllm.v1.engine.llm_engine.LLMEngine.step"} <= NAMES.keys()
 
@@ -55,9 +59,10 @@ def test_cuda_wheels_define_names_as_the_installed_build_does(installed: Definit
     assert differing == {}
 
 
-@pytest.mark.parametrize("use", [use for use in USES if use.keywords], ids=lambda use: f"{use.place} {use.name}")
-def test_keywords_of_a_call_are_parameters_in_the_cuda_wheels(use: Use) -> None:
-    assert unknown_keywords(use, NAMES[use.name]) == set()
+def test_keywords_of_a_call_are_parameters_in_the_cuda_wheels(uses: list[Use]) -> None:
+    with_keywords = [use for use in uses if use.keywords]
+    assert with_keywords
+    assert {use: unknown for use in with_keywords if (unknown := unknown_keywords(use, NAMES[use.name]))} == {}
 
 
 def unknown_keywords(use: Use, definition: str) -> set[str]:

@@ -21,6 +21,7 @@ def rows(source: str = SOURCE, split: str = "train") -> list[dict[str, Any]]:
     return [row.fields for row in read_rows(source, split, "data.train_data")]
 
 
+@pytest.mark.slow
 def test_rows_of_a_mixture_are_a_function_of_source_and_split() -> None:
     first = rows()
     generated_tasks._entries.cache_clear()

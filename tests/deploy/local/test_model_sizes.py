@@ -107,6 +107,7 @@ def activation_bytes(
     return next(part.num_bytes for part in need.parts if part.name == "activations")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Qwen3Config, Qwen2Config, LlamaConfig])
 def test_activations_of_a_layer_are_those_that_autograd_keeps(make: type[PreTrainedConfig]) -> None:
     fields = {
