@@ -114,8 +114,11 @@ def serve(connection: Connection) -> None:
             hub_thread.start()
             connection.send(hub.address)
             policy_version, cpu_before = 0, 0.0
-            while not connection.poll() or connection.recv() == "begin":
-                cpu_before = cpu_before or time.process_time()
+            while True:
+                if connection.poll():
+                    if connection.recv() == "end":
+                        break
+                    cpu_before = time.process_time()
                 groups = dispatcher.take_batch(0.05)
                 if groups is not None:
                     policy_version += 1

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -137,6 +137,7 @@ def make_dispatcher(
     groups_per_step: int,
     num_steps: int,
     max_staleness: int,
+    target: Literal["auto", "bound"] = "auto",
     layout: tuple[TensorSpec, ...],
     log: RolloutLog | None = None,
     record: Recorder,
@@ -147,7 +148,7 @@ def make_dispatcher(
     prompts = [Prompt(index, "", np.array([1, 2, 3], np.int32), "{}") for index in range(NUM_PROMPTS)]
     config = Config(
         rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
-        staleness=StalenessSection(max_staleness=max_staleness),
+        staleness=StalenessSection(max_staleness=max_staleness, target=target),
         train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps),
         run=RunSection(max_failed_leases=1),
     )

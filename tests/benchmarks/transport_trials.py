@@ -212,8 +212,9 @@ def open_dispatcher(num_steps: int, log: RolloutLog | None, record: Recorder = l
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS_PER_STEP,
         num_steps=num_steps,
-        # Large enough that credit alone limits the leases.
+        # Credit alone limits the leases.
         max_staleness=num_steps,
+        target="bound",
         layout=(),
         log=log,
         record=record,
