@@ -146,10 +146,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    # pytest puts its handlers on every logger that does not propagate, three times a test; torch makes sixty of them.
-    for logger in logging.getLogger().manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.propagate = True
 
 
 # First: xdist reads the groups in the same hook.

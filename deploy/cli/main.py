@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -148,7 +147,6 @@ def _load_command(name: str) -> Any:
     return get_command(alone)
 
 
-@cache
 def _help_texts(panel: Panel) -> dict[str, str]:
     """Return the docstrings of a panel's commands, read from the source: importing all of them would take seconds."""
     tree = ast.parse(Path(__file__).with_name(f"{panel.module}.py").read_text(encoding="utf-8"))
