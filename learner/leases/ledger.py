@@ -101,7 +101,7 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
         self._expired = 0
         self._ready: set[int] = set()
-        """The buffer, in the order of arrival."""
+        """The leases whose groups are in the buffer."""
         self.epochs: dict[int, EpochAccount] = {}
         """Passes over the data that began and that `end_epoch` has not returned yet."""
         self.tasks: Tallies = {}
@@ -173,7 +173,9 @@ class Ledger:
 
     def ready_groups(self) -> list[Group]:
         """Return the groups in the buffer, oldest lease first."""
-        return [lease.group for lease in self._open.values() if lease.group is not None]
+        # Many more leases may be open than groups are ready.
+        groups = (self._open[lease_id].group for lease_id in sorted(self._ready))
+        return [group for group in groups if group is not None]
 
     def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
         """Return the state of a lease."""

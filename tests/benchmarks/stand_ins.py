@@ -34,7 +34,7 @@ VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16
 ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, ModelHashes("", "", ""))
 CANARY = np.array([1, 2, 3], np.int32)
-NUM_PROMPTS = 64
+NUM_PROMPTS = 8192
 TOKEN_S = 0.001
 """Seconds per token. A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run."""
 MAX_MESSAGE_BYTES = 1 << 28

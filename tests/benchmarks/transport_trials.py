@@ -206,11 +206,13 @@ def open_hub(keys: Keys | None) -> Hub:
     return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, key=keys.learner, allowed=AllowList(keys.allowed))
 
 
-def open_dispatcher(num_steps: int, log: RolloutLog | None, record: Recorder = lambda row: None) -> Dispatcher:
+def open_dispatcher(
+    num_steps: int, log: RolloutLog | None, record: Recorder = lambda row: None, *, groups_per_step: int = GROUPS_PER_STEP
+) -> Dispatcher:
     """Return a dispatcher whose actors have all the weights they need."""
     dispatcher = make_dispatcher(
         group_size=GROUP_SIZE,
-        groups_per_step=GROUPS_PER_STEP,
+        groups_per_step=groups_per_step,
         num_steps=num_steps,
         # Credit alone limits the leases.
         max_staleness=num_steps,
