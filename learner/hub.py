@@ -33,8 +33,8 @@ TICK_S = 0.05
 RECEIVE_S = 0.01
 """Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
 SWITCH_S = 1e-4
-"""Longest time for which another thread's Python may keep the hub's thread from going on. The hub lets others run at each call
-of its socket, four times a group. With Python's 5 ms, while the training thread prepares a batch, it would take in few groups."""
+"""Longest time for which another thread's Python may keep the hub's thread from going on. It lets others run at each call of
+its socket, four times a group. With Python's 5 ms it would take in few groups while the training thread prepares a batch."""
 
 
 def open_hub(config: Config) -> Hub:

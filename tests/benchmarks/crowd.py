@@ -18,6 +18,7 @@ import gc
 import heapq
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from offbeat.common.records.rows import EventRow, Row
 from offbeat.common.settings.config import LogSection
 from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.service import WAIT_S
 from offbeat.protocols.messages import (
     HEARTBEAT_S,
     Ack,
@@ -118,18 +120,23 @@ def serve(connection: Connection) -> None:
             hub_thread = HubThread(hub, dispatcher)
             hub_thread.start()
             connection.send(hub.address)
-            policy_version, cpu_before = 0, 0.0
-            while True:
-                if connection.poll():
-                    if connection.recv() == "end":
-                        break
-                    cpu_before = time.process_time()
-                groups = dispatcher.take_batch(0.05)
+            cpu_s: list[float] = []
+
+            def clock(cpu_s: list[float] = cpu_s) -> None:
+                for expected in ("begin", "end"):
+                    assert connection.recv() == expected
+                    cpu_s.append(time.process_time())
+
+            clock_thread = threading.Thread(target=clock)
+            clock_thread.start()
+            policy_version = 0
+            while clock_thread.is_alive():
+                groups = dispatcher.take_batch(WAIT_S)
                 if groups is not None:
                     policy_version += 1
                     dispatcher.finish_batch(groups, policy_version)
                     hub.wake()
-            served = Served(time.process_time() - cpu_before, events)
+            served = Served(cpu_s[1] - cpu_s[0], events)
             hub_thread.close()
             log.close()
         # After the last answer this process is killed: the folder of the log is gone by then.
