@@ -200,7 +200,11 @@ class LiveActors:
         waiting = set(self._actors)
         while waiting:
             assert time.monotonic() - started < 2 * PATIENCE_S, f"{len(waiting)} actors are not welcome"
-            for socket, _ in self._poller.poll(1000):
+            ready = self._poller.poll(1000)
+            for socket in () if ready else waiting:
+                # Its connection was closed among too many at once; actors repeat their hello.
+                send(socket, make_hello(self._actors[socket].name))
+            for socket, _ in ready:
                 message = _decoder.decode(socket.recv_multipart(zmq.NOBLOCK)[1])
                 assert isinstance(message, Welcome), message
                 waiting.discard(socket)
@@ -260,8 +264,8 @@ class LiveActors:
                     self.seen.beat_s.append(now - actor.beats.popleft())
                 case SayHello():
                     self.seen.num_lost += 1
-                case Cancel():
-                    # Crossed an answer: the heartbeat still had the lease.
+                case Cancel() | Welcome():
+                    # Crossed an answer: the heartbeat still had the lease. Or the second answer to a repeated hello.
                     pass
                 case _:
                     raise AssertionError(message)

@@ -35,6 +35,7 @@ MAX_LENGTH = 1 << 16
 ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, ModelHashes("", "", ""))
 CANARY = np.array([1, 2, 3], np.int32)
 NUM_PROMPTS = 8192
+MAX_ACTORS = 10_000
 TOKEN_S = 0.001
 """Seconds per token. A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run."""
 MAX_MESSAGE_BYTES = 1 << 28
@@ -151,6 +152,7 @@ def make_dispatcher(
         staleness=StalenessSection(max_staleness=max_staleness, target=target),
         train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps),
         run=RunSection(max_failed_leases=1),
+        hub=HubSection(max_actors=MAX_ACTORS),
     )
     contract = Contract(
         run_id="benchmark",
