@@ -68,7 +68,7 @@ def _head(name: str, summary: Summary, config: Config) -> page.PageHead:
         "Varied": "; ".join(f"{setting} = {', '.join(values)}" for setting, values in summary.settings.items()),
         "Seeds": f"{len(summary.seeds)} ({', '.join(map(str, summary.seeds))})",
         "Reference": _title(summary, summary.reference),
-        "Time of all runs": duration(sum(run.measures.train_s for run in summary.runs)),
+        "Training time of all runs": duration(sum(run.measures.train_s for run in summary.runs)),
         "Model": config.model.path,
         "Task": config.data.train_data,
         "Objective": config.loss.objective,
