@@ -14,6 +14,7 @@ a Dockerfile, WORKDIR, ENV and COPY are followed. A task whose image installs so
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import json
@@ -36,7 +37,7 @@ FILES_BYTES = 512 << 20
 """Memory for the files of a box."""
 MAX_PROCESSES = 256
 """Processes that may live in a box."""
-LOOK_S = 0.5
+LOOK_S = 0.05
 """Time between two looks at their number."""
 GRACE_S = 30.0
 """Time beyond a command's limit after which a box that does not answer is killed."""
@@ -135,11 +136,16 @@ class Box:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> Box:
+        # On a busy machine a model's fork bomb had 17,000 processes before an ordinary thread had counted the first 256.
+        self._prioritize(0, is_first=True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A box ends when its first process does, and that one when bubblewrap does: both must get their turn.
+        self._prioritize(self._process.pid, *_descendants(self._process.pid)[:1], is_first=True)
         self._process.kill()
         self._process.communicate()
+        self._prioritize(0, is_first=False)
 
     def run(
         self,
@@ -179,6 +185,15 @@ class Box:
             answer += read
         found = json.loads(answer)
         return found["status"], found["output"]
+
+    def _prioritize(self, *pids: int, is_first: bool) -> None:
+        """Let processes run before all others, or no longer, where that is allowed; an engine counts processes itself."""
+        if self._task.image:
+            return
+        policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK if is_first else os.SCHED_OTHER
+        for pid in pids:
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.sched_setscheduler(pid, policy, os.sched_param(int(is_first)))
 
 
 class HarborEnvironment:
