@@ -201,9 +201,10 @@ class LiveActors:
         while waiting:
             assert time.monotonic() - started < 2 * PATIENCE_S, f"{len(waiting)} actors are not welcome"
             ready = self._poller.poll(1000)
-            for socket in () if ready else waiting:
-                # Its connection was closed among too many at once; actors repeat their hello.
-                send(socket, make_hello(self._actors[socket].name))
+            if not ready:
+                # Connections are closed where there are too many at once; actors repeat their hello.
+                for socket in waiting:
+                    send(socket, make_hello(self._actors[socket].name))
             for socket, _ in ready:
                 message = _decoder.decode(socket.recv_multipart(zmq.NOBLOCK)[1])
                 assert isinstance(message, Welcome), message

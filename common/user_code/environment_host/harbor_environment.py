@@ -187,7 +187,10 @@ class Box:
         return found["status"], found["output"]
 
     def _prioritize(self, *pids: int, is_first: bool) -> None:
-        """Let processes run before all others, or no longer, where that is allowed; an engine counts processes itself."""
+        """Let processes (0: this thread) run before all others, or no longer, where that is allowed.
+
+        A container engine counts processes itself.
+        """
         if self._task.image:
             return
         policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK if is_first else os.SCHED_OTHER
