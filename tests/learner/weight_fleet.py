@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -169,7 +169,9 @@ class Fleet:
                 if isinstance(message, WeightPull):
                     self.pulled.append((receiver.name, message.policy_version))
                     self.most_pulls = max(self.most_pulls, len(self.publisher._pulls))
-                receiver.send(message)
+                # As with the hub, a message to a peer that has just died is lost: its pipe closes before it counts as dead.
+                with suppress(ConnectionError):
+                    receiver.send(message)
 
     def carry(self) -> None:
         while not self._is_over:
