@@ -167,9 +167,11 @@ def _import_everything() -> None:
         import offbeat.actor.service
         import offbeat.deploy.local.launcher
         import offbeat.learner.service
-
+        # Services import these three when they make their engines. One run gains nothing by it, hundreds of forks do.
+        import deepspeed
         with contextlib.suppress(ImportError):
-            import offbeat.actor.engines.vllm_engine  # noqa: F401
+            import offbeat.actor.engines.vllm_engine
+            import vllm.v1.worker.cpu_worker  # noqa: F401
     _Imported.environments = (before, dict(os.environ))
     if has_threads():
         raise RuntimeError("the imports have started threads, which a fork would lose")
