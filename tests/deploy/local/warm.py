@@ -10,6 +10,7 @@ start itself, or of an environment that imports depend on, uses a real process i
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -35,6 +36,12 @@ LATE_VARIABLES = {
     *(PARENT_VARIABLE, ROOM_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
 }
 """Environment variables that are only read after the imports. A service that differs in any other gets a real start."""
+MODULES_OF_SERVICES = (
+    *("offbeat.actor.engines.transformers_engine", "offbeat.actor.service"),
+    *("offbeat.deploy.local.launcher", "offbeat.learner.service", "deepspeed"),
+)
+"""A learner imports DeepSpeed when it makes its engine. One run gains nothing if that is done before, hundreds of forks do."""
+MODULES_OF_VLLM = ("offbeat.actor.engines.vllm_engine", "vllm.v1.worker.cpu_worker")
 MESSAGE_BYTES = 1 << 18
 ROOM_BYTES = 4096
 """Length of an argument that only makes room for the command lines of forked processes."""
@@ -163,15 +170,11 @@ def _import_everything() -> None:
     with fast_imports():
         configure_logs("warm")
         prepare_environment()
-        import offbeat.actor.engines.transformers_engine
-        import offbeat.actor.service
-        import offbeat.deploy.local.launcher
-        import offbeat.learner.service
-        # Services import these three when they make their engines. One run gains nothing by it, hundreds of forks do.
-        import deepspeed
+        for module in MODULES_OF_SERVICES:
+            importlib.import_module(module)
         with contextlib.suppress(ImportError):
-            import offbeat.actor.engines.vllm_engine
-            import vllm.v1.worker.cpu_worker  # noqa: F401
+            for module in MODULES_OF_VLLM:
+                importlib.import_module(module)
     _Imported.environments = (before, dict(os.environ))
     if has_threads():
         raise RuntimeError("the imports have started threads, which a fork would lose")
