@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.actor.weights.pull import PullError, UselessAnswerError, add_deltas, fetch_deltas, pull_weights
-from offbeat.common.weights.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, connect_store
+from offbeat.common.weights.collectives import SUPERSEDED, CollectiveError, GlooGroup, Rendezvous, Seat, connect_store
 from offbeat.common.weights.deltas import DeltaError, word_bytes
 from offbeat.common.weights.flat import WRONG_CHECKSUM, WeightBuffer, checksum
 from offbeat.common.weights.nccl_group import NcclGroup, WeightGroup
@@ -237,6 +237,8 @@ class WeightReceiver:
         rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
         rendezvous.set_ready(update.rank)
         rendezvous.wait_go(update.timeout_s, is_superseded)
+        if isinstance(self._group, GlooGroup):
+            self._group.make(lambda: SUPERSEDED if is_superseded() else "")
         self._group.broadcast(self.buffer, lambda: self._beat(update))
 
     def _connect(self, update: WeightUpdate) -> TCPStore:

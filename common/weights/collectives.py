@@ -23,7 +23,11 @@ from offbeat.common.weights.flat import WeightBuffer
 
 logger = logging.getLogger(__name__)
 
+SUPERSEDED = "superseded by a newer update"
 POLL_S = 0.001
+LOOK_S = 0.05
+MAKE_S = 1.0
+"""Time in which members that are all ready have long made their group; one that takes longer lacks a member."""
 CLOSE_S = 5.0
 """Longest wait for a group to close; one that hangs for longer is left behind."""
 
@@ -99,12 +103,17 @@ class Rendezvous:
     def wait_go(self, timeout_s: float, is_superseded: Callable[[], bool]) -> None:
         """Wait until the learner says go; raise `CollectiveError` past the deadline or when a newer update was announced."""
         deadline = time.monotonic() + timeout_s
-        while not self._store.check([f"{self._prefix}/go"]):
-            if is_superseded():
-                raise CollectiveError("superseded by a newer update")
+        while not self._has_go():
+            # The learner announces a newer update when its own part of this one is over, or when it has given this one up.
+            # In the first case the others count on this member.
+            if is_superseded() and not self._has_go():
+                raise CollectiveError(SUPERSEDED)
             if time.monotonic() > deadline:
                 raise CollectiveError(f"the learner did not start the transfer within {timeout_s:g} s (weights.timeout_s)")
             time.sleep(POLL_S)
+
+    def _has_go(self) -> bool:
+        return self._store.check([f"{self._prefix}/go"])
 
     def clear(self, world_size: int) -> None:
         """Delete the keys, so that the store does not grow with the run."""
@@ -124,17 +133,51 @@ class GlooGroup:
     def prepare(self) -> None:
         """Do nothing: a gloo group needs all of its members."""
 
+    def make(self, reason_to_stop: Callable[[], str]) -> None:
+        """Connect to the other members, which are about to do the same. Does nothing where that was done.
+
+        Raises `CollectiveError` past the deadline, and with the `reason_to_stop`, if there is one, after `MAKE_S`: a member has
+        left. gloo itself waits for five times its time limit, in which no other update would reach this process.
+        """
+        if self._group is not None:
+            return
+        made: list[dist.ProcessGroup] = []
+        failures: list[RuntimeError] = []
+        store, seat = self._store, self._seat
+
+        def run() -> None:
+            try:
+                # A connection of its own: gloo's waits would keep others from using this one.
+                made.append(_gloo_group(connect_store(store.host, store.port, seat.timeout_s), seat))
+            except RuntimeError as error:
+                failures.append(error)
+
+        # It is left behind where it takes too long, and ends with gloo's time.
+        thread = threading.Thread(target=run, name="weight-group-start", daemon=True)
+        began = time.monotonic()
+        thread.start()
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            waited = time.monotonic() - began
+            if waited > MAKE_S and (reason := reason_to_stop()):
+                raise CollectiveError(reason)
+            if waited > seat.timeout_s:
+                raise CollectiveError(f"the process group of epoch {self.epoch} was not made within {seat.timeout_s:g} s")
+        with _as_collective_error(f"the process group of epoch {self.epoch} was not made"):
+            if failures:
+                raise failures.pop()
+        self._group = made.pop()
+
     def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
         """Copy the learner's buffer into every member's, bucket by bucket.
 
         Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
         """
+        self.make(lambda: "")
+        assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        if self._group is None:
-            with _as_collective_error(f"the process group of epoch {self.epoch} was not made"):
-                self._group = _gloo_group(self._store, self._seat)
         buckets = buffer.flat.split(self._seat.bucket_bytes)
         for index, bucket in enumerate(buckets):
             beat()

@@ -293,6 +293,8 @@ class CollectiveUpdates:
             return BroadcastOutcome(is_sent=False, absent=absent)
         group.prepare()
         rendezvous.set_go()
+        if isinstance(group, GlooGroup):
+            group.make(lambda: next(iter(list(self._errors.values())), ""))
         broadcast = partial(group.broadcast, snapshot.buffer)
         watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
         self._is_retry = False

@@ -5,12 +5,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.weights import collectives
+from offbeat.common.weights.collectives import CollectiveError, Rendezvous
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights import double_buffer as weight_editions
 from offbeat.protocols.channels import Link
@@ -120,6 +122,31 @@ def test_receiver_killed_in_the_middle_of_a_broadcast_is_named_and_the_others_ge
         assert set(fleet.excluded()) == {"victim"}
         fleet.publish(1)
         fleet.wait(1, *survivors)
+
+
+def test_receiver_that_leaves_while_the_group_is_made_holds_nobody_up_until_the_deadline() -> None:
+    with fleet_of(SMALL, "a", "b", timeout_s=4 * PATIENCE_S) as fleet:
+        fleet.join("leaver", "left")
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        assert fleet.excluded() == []
+
+
+def test_receiver_with_a_newer_update_takes_part_where_the_learner_has_said_go() -> None:
+    class Store:
+        """The go arrives between the look for it and the look for a newer update."""
+
+        def __init__(self) -> None:
+            self.answers = [False, True]
+
+        def check(self, keys: list[str]) -> bool:
+            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    store: Any = Store()
+    Rendezvous(store, epoch=1, policy_version=0).wait_go(PATIENCE_S, lambda: True)
+    store.answers = [False]
+    with pytest.raises(CollectiveError, match="superseded"):
+        Rendezvous(store, epoch=1, policy_version=0).wait_go(PATIENCE_S, lambda: True)
 
 
 def test_receiver_stopped_in_the_middle_of_a_broadcast_is_named_and_catches_up_when_it_goes_on() -> None:

@@ -32,7 +32,7 @@ MAX_MESSAGE_BYTES = 1 << 24
 TIMEOUT_S = 2.5
 PATIENCE_S = 30.0
 
-Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
+Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte", "left"]
 
 
 def open_hub() -> Hub:
@@ -40,8 +40,13 @@ def open_hub() -> Hub:
 
 
 def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer: bytes, mishap: Mishap, poll_s: float) -> None:
-    """Play an actor: take announcements, send `(outcome, checksum)`. A `mishap` happens half-way through the first transfer."""
+    """Play an actor: take announcements, send `(outcome, checksum)`. A `mishap` happens half-way through the first transfer.
+
+    One that has "left" does so when the learner has said go, and before the group is made.
+    """
     collectives.POLL_S = poll_s
+    if mishap == "left":
+        collectives.Rendezvous.wait_go = leave_once
     receiver = ClumsyReceiver(
         layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES), mishap=mishap
     )
@@ -57,6 +62,15 @@ def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer
                 receiver.release()
 
 
+_wait_go = collectives.Rendezvous.wait_go
+
+
+def leave_once(self: collectives.Rendezvous, timeout_s: float, is_superseded: Callable[[], bool]) -> None:
+    _wait_go(self, timeout_s, is_superseded)
+    collectives.Rendezvous.wait_go = _wait_go
+    raise collectives.CollectiveError("left")
+
+
 class ClumsyReceiver(WeightReceiver):
     """A receiver whose mishap comes between two buckets or chunks, however slow the machine is."""
 
@@ -67,7 +81,7 @@ class ClumsyReceiver(WeightReceiver):
     def _beat(self, update: WeightUpdate | WeightPull) -> None:
         super()._beat(update)
         flat = self.buffer.flat
-        if self._mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
+        if self._mishap in ("SIGKILL", "SIGSTOP", "wrong byte") and flat[len(flat) // 2] != 0 and flat[-1] == 0:
             befallen, self._mishap = self._mishap, ""
             if befallen == "wrong byte":
                 flat[0] ^= 1

@@ -67,6 +67,9 @@ class FakeGroup:
     def prepare(self) -> None:
         pass
 
+    def make(self, reason_to_stop: Callable[[], str]) -> None:
+        pass
+
     def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
         if FakeGroup.num_breaks:
             FakeGroup.num_breaks -= 1
