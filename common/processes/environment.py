@@ -29,6 +29,8 @@ CPU_DEFAULTS = {
     "TORCHDYNAMO_DISABLE": "1",
     # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
     "DS_ACCELERATOR": "cpu",
+    # oneDNN keeps a compiled kernel for each shape of its input, 1,024 of them: an actor's batches have new sizes for hours.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     # torch warns of host names that it cannot resolve, which nothing on one machine needs.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # On a CPU, vLLM's warnings at start only name libraries that would make it faster.

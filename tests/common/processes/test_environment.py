@@ -126,6 +126,7 @@ def test_defaults_of_a_cpu_are_those_of_a_torch_that_cannot_use_the_gpu(
     assert ("OMP_NUM_THREADS" in variables) == (not computes_on_gpu)
     assert variables["VLLM_LOGGING_LEVEL"] == ("WARNING" if computes_on_gpu else "ERROR")
     assert ("TORCH_CPP_LOG_LEVEL" in variables) == (not computes_on_gpu)
+    assert ("ONEDNN_PRIMITIVE_CACHE_CAPACITY" in variables) == (not computes_on_gpu)
 
 
 THREADS = """
