@@ -6,8 +6,8 @@
 
 Until the actor loop commits, nothing has changed: a transfer that breaks half-way leaves the engine as it was.
 
-Every wait in the thread has a deadline of its library. A thread that is stuck beyond it cannot be ended, and could still write
-into the buffer: `outcome` raises, so that the actor ends and is started again.
+Every wait in the thread has a deadline, most of them of their library. A thread that is stuck beyond it cannot be ended, and
+could still write into the buffer: `outcome` raises, so that the actor ends and is started again.
 """
 
 import logging
