@@ -28,7 +28,7 @@ from tests.chaos.network import Network
 from tests.chaos.schedule import Fault, Target
 from tests.chaos.strangers import crowd, speak
 from tests.chaos.tools import Struck, Tools
-from tests.process_ends import kill_and_wait
+from tests.process_ends import is_mapped, kill_and_wait
 
 T = TypeVar("T")
 
@@ -107,6 +107,8 @@ class Committed(NamedTuple):
     """Reactions of the services that are violations."""
     has_hit: bool | None = None
     """True if the fault has had its effect; None where the fault itself does not tell (`tests.chaos.effects`)."""
+    orphans: tuple[Path, ...] = ()
+    """Semaphores whose resource tracker was killed. If their process is killed too, nobody in the run can delete them."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:
@@ -283,9 +285,14 @@ def _kill_child(victims: Victims, target: Target, generator: random.Random) -> C
     if not children:
         return Committed(None)
     child = generator.choice(children)
-    name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
+    if "resource_tracker" not in " ".join(processes.arguments(child)):
+        kill_and_wait(child)
+        return Committed(f"{target}: killed its worker")
+    actor = victims.find(target)
+    family = [actor, *processes.descendants(actor)]
+    orphans = tuple(path for path in Path("/dev/shm").glob("sem.mp-*") if is_mapped(path, family))
     kill_and_wait(child)
-    return Committed(f"{target}: killed {name}")
+    return Committed(f"{target}: killed its resource tracker", orphans=orphans)
 
 
 def _preempt(victims: Victims, fault: Fault) -> Committed:

@@ -344,6 +344,8 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
         violations.append(str(error))
     finally:
         services.close()
+        for orphan in [orphan for one in strikes for orphan in one.outcome.orphans]:
+            orphan.unlink(missing_ok=True)
     watch.look()
     happened = [_happened(one, watch, started, site.run) for one in strikes]
     violations += missed(happened)

@@ -142,6 +142,22 @@ def test_child_of_an_actor_is_awaited_and_killed_and_the_actor_is_not(scene: Sce
     assert commit(fault("kill actor's child", "local actor"), scene).detail is None
 
 
+def test_semaphores_of_an_actor_whose_resource_tracker_is_killed_are_known(scene: Scene) -> None:
+    assert isinstance(scene.victims, Sleepers)
+    holder = "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); print(flush=True); time.sleep(60)"
+    actor = subprocess.Popen([sys.executable, "-c", holder], process_group=0, stdout=subprocess.PIPE)
+    scene.victims.processes["holder"] = actor
+    scene.victims.processes["local actor"], first = actor, scene.victims.processes["local actor"]
+    scene.victims.processes["first"] = first
+    assert actor.stdout is not None and actor.stdout.read(1)
+    committed = commit(fault("kill actor's child", "local actor"), scene)
+    assert committed.detail == "local actor: killed its resource tracker"
+    kill_and_wait(actor.pid)
+    (orphan,) = committed.orphans
+    assert orphan.exists(), "nobody else deletes it"
+    orphan.unlink()
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["an actor that leaves", "an actor that does not"])
 def test_preempted_actor_is_asked_to_leave_then_killed_and_comes_back(
     leaves: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
