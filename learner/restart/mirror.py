@@ -45,14 +45,20 @@ def open_storage(url: str) -> DirFileSystem:
     except (ImportError, ValueError) as error:
         cure = "Install the package that reads such addresses (s3fs for s3://), or name a folder."
         raise SettingError("run.mirror", url, str(error), cure) from error
+    # Each storage's library has errors of its own; that of ftp:// connects above.
+    except Exception as error:
+        raise _unreadable(url, error) from error
     storage = DirFileSystem(root.rstrip("/"), files)
     try:
         sizes_in(storage)
-    # Each storage's library has errors of its own.
     except Exception as error:
-        problem = f"the place cannot be read ({type(error).__name__}: {error})"
-        raise SettingError("run.mirror", url, problem, "Correct the address, or the storage's rights and variables.") from error
+        raise _unreadable(url, error) from error
     return storage
+
+
+def _unreadable(url: str, error: Exception) -> SettingError:
+    problem = f"the place cannot be read ({type(error).__name__}: {error})"
+    return SettingError("run.mirror", url, problem, "Correct the address, or the storage's rights and variables.")
 
 
 def sizes_in(storage: DirFileSystem) -> dict[str, int]:

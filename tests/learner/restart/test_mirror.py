@@ -189,6 +189,9 @@ def test_new_run_begins_where_the_mirror_is_empty_and_overwrites_none(run: Run, 
 def test_mirror_that_cannot_be_had_is_a_mistake_at_the_start() -> None:
     with pytest.raises(SettingError, match=r"run\.mirror.*nosuch.*Install the package"):
         open_storage("nosuch://bucket/run")
+    # Its library connects before anything is read, and nobody listens there.
+    with pytest.raises(SettingError, match=r"run\.mirror.*cannot be read.*refused"):
+        open_storage("ftp://127.0.0.1:1/run")
 
 
 def test_mirror_that_fails_is_told_once_and_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
