@@ -101,19 +101,23 @@ def test_model_cannot_write_the_reward_or_leave_its_box(task: Path, model: Model
 def test_commands_have_limits(task: Path, model: Model) -> None:
     commands = (
         "echo hello > hello.txt",
-        "sleep 60",
         "python3 -c 'bytearray(8 << 30)'",
         "for i in 1 2 3; do head -c 250000000 /dev/zero > $i; done; rm -f 1 2 3",
         "yes | head -c 1000000",
-        "nohup sleep 60 &",
     )
+    end = played(task, model, *map(block, commands), "done")
+    assert end.get("reward") == {"reward": 1.0}, end
+    assert "MemoryError" in model.read[2]
+    assert "No space left on device" in model.read[3]
+    assert len(model.read[4]) < 2100
+
+
+def test_command_ends_at_its_time_and_what_it_leaves_before_the_tests_begin(task: Path, model: Model) -> None:
+    commands = ("echo hello > hello.txt", "sleep 60", "nohup sleep 60 &")
     end = played(task, model, *map(block, commands), "done", command_timeout_s=1.5)
     # What was in its box before the tests began is gone, but for its files.
     assert end.get("reward") == {"reward": 1.0}, end
     assert model.read[2] == "\n(ended after 1.5 s)"
-    assert "MemoryError" in model.read[3]
-    assert "No space left on device" in model.read[4]
-    assert len(model.read[5]) < 2100
 
 
 def test_box_of_too_many_processes_is_worth_nothing_and_leaves_none(task: Path, model: Model) -> None:
