@@ -68,10 +68,13 @@ class Node:
         for (other, service), body in self._objects.items():
             if other == "Service" and body["spec"]["selector"].items() <= labels.items():
                 network += ["--network-alias", service]
-        for container in spec["containers"]:
-            own = pod if container is spec["containers"][0] else f"{pod}-{container['name']}"
-            self._run(own, pod, container, spec["securityContext"], volumes, network)
-            network = ["--network", f"container:{pod}"]
+        first, *more = spec["containers"]
+        if more:
+            # The pod's network, which stays when one of its containers has ended.
+            podman("run", "-d", "--name", f"{pod}-network", *network, "--entrypoint", '["sleep"]', first["image"], "infinity")
+            network = ["--network", f"container:{pod}-network"]
+        for name, container in [(pod, first), *((f"{pod}-{one['name']}", one) for one in more)]:
+            self._run(name, pod, container, spec["securityContext"], volumes, network)
 
     def _run(
         self, name: str, pod: str, container: Any, user: Any, volumes: dict[str, tuple[Path, bool]], network: list[str]
@@ -295,8 +298,10 @@ def main() -> None:
                 finally:
                     cluster.close()
             finally:
+                # First those that share the network of another one.
+                podman("rm", "-f", "-i", "learner", "learner-reconciler", is_checked=False)
                 left = podman("ps", "-a", "-q", "--filter", f"network={NETWORK}").split()
-                podman("rm", "-f", "-i", "learner-reconciler", *left, is_checked=False)
+                podman("rm", "-f", "-i", *left, is_checked=False)
                 podman("network", "rm", NETWORK, is_checked=False)
 
 
