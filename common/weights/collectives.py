@@ -122,7 +122,7 @@ class Rendezvous:
 
 
 class GlooGroup:
-    """A gloo group, made with the first broadcast, in which all members meet. Close it after any error: it stays broken."""
+    """A gloo group. All members meet in `make`, before the first broadcast. Close it after any error: it stays broken."""
 
     def __init__(self, store: TCPStore, seat: Seat) -> None:
         self.epoch = seat.epoch
@@ -142,30 +142,22 @@ class GlooGroup:
         if self._group is not None:
             return
         made: list[dist.ProcessGroup] = []
-        failures: list[RuntimeError] = []
         store, seat = self._store, self._seat
+        began = time.monotonic()
 
-        def run() -> None:
-            try:
+        def connect() -> None:
+            with _as_collective_error(f"the process group of epoch {seat.epoch} was not made"):
                 # A connection of its own: gloo's waits would keep others from using this one.
                 made.append(_gloo_group(connect_store(store.host, store.port, seat.timeout_s), seat))
-            except RuntimeError as error:
-                failures.append(error)
 
-        # It is left behind where it takes too long, and ends with gloo's time.
-        thread = threading.Thread(target=run, name="weight-group-start", daemon=True)
-        began = time.monotonic()
-        thread.start()
-        while thread.is_alive():
-            thread.join(LOOK_S)
+        def problem() -> str:
             waited = time.monotonic() - began
             if waited > MAKE_S and (reason := reason_to_stop()):
-                raise CollectiveError(reason)
-            if waited > seat.timeout_s:
-                raise CollectiveError(f"the process group of epoch {self.epoch} was not made within {seat.timeout_s:g} s")
-        with _as_collective_error(f"the process group of epoch {self.epoch} was not made"):
-            if failures:
-                raise failures.pop()
+                return reason
+            late = f"the process group of epoch {seat.epoch} was not made within {seat.timeout_s:g} s"
+            return late if waited > seat.timeout_s else ""
+
+        run_until(problem, connect, "weight-group-start")
         self._group = made.pop()
 
     def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
@@ -173,8 +165,7 @@ class GlooGroup:
 
         Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
         """
-        self.make(lambda: "")
-        assert self._group is not None
+        assert self._group is not None, "it was not made"
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -194,6 +185,30 @@ class GlooGroup:
         thread.join(CLOSE_S)
         if thread.is_alive():
             logger.warning("the process group of epoch %d did not close within %g s; it is left behind", self.epoch, CLOSE_S)
+
+
+def run_until(problem: Callable[[], str], work: Callable[[], None], name: str) -> None:
+    """Run `work` in a thread of that name, and raise what it raises.
+
+    Raises `CollectiveError` as soon as there is a problem. The thread is left behind then, with what it holds: no thread can be
+    ended from outside.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_S)
+        if thread.is_alive() and (text := problem()):
+            raise CollectiveError(text)
+    if raised:
+        raise raised[0]
 
 
 def _gloo_group(store: TCPStore, seat: Seat) -> dist.ProcessGroup:

@@ -31,6 +31,7 @@ from offbeat.common.weights.collectives import (
     GlooGroup,
     Rendezvous,
     Seat,
+    run_until,
     serve_store,
 )
 from offbeat.common.weights.nccl_group import NcclGroup, WeightGroup
@@ -373,28 +374,16 @@ class CollectiveUpdates:
 def watched(work: Callable[[Callable[[], None]], None], quiet_s: float, what: str) -> None:
     """Run `work(beat)` in a thread of its own, and raise what it raises.
 
-    Raises `CollectiveError` when it has neither ended nor called `beat` for `quiet_s`. The thread is left behind then, with
-    what it holds: no thread can be ended from outside.
+    Raises `CollectiveError` when it has neither ended nor called `beat` for `quiet_s`.
     """
     beat_at = time.monotonic()
-    raised: list[BaseException] = []
 
     def beat() -> None:
         nonlocal beat_at
         beat_at = time.monotonic()
 
-    def run() -> None:
-        try:
-            work(beat)
-        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="weight-broadcast", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    def problem() -> str:
         quiet = time.monotonic() - beat_at
-        if quiet > quiet_s:
-            raise CollectiveError(f"{what} has been stuck for {quiet:.0f} s; its thread is abandoned")
-        thread.join(quiet_s - quiet + POLL_S)
-    if raised:
-        raise raised[0]
+        return f"{what} has been stuck for {quiet:.0f} s; its thread is abandoned" if quiet > quiet_s else ""
+
+    run_until(problem, lambda: work(beat), "weight-broadcast")
