@@ -285,14 +285,11 @@ def _kill_child(victims: Victims, target: Target, generator: random.Random) -> C
     if not children:
         return Committed(None)
     child = generator.choice(children)
-    if "resource_tracker" not in " ".join(processes.arguments(child)):
-        kill_and_wait(child)
-        return Committed(f"{target}: killed its worker")
-    actor = victims.find(target)
-    family = [actor, *processes.descendants(actor)]
+    is_tracker = "resource_tracker" in " ".join(processes.arguments(child))
+    family = [(actor := victims.find(target)), *processes.descendants(actor)] if is_tracker else []
     orphans = tuple(path for path in Path("/dev/shm").glob("sem.mp-*") if is_mapped(path, family))
     kill_and_wait(child)
-    return Committed(f"{target}: killed its resource tracker", orphans=orphans)
+    return Committed(f"{target}: killed its {'resource tracker' if is_tracker else 'worker'}", orphans=orphans)
 
 
 def _preempt(victims: Victims, fault: Fault) -> Committed:

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +26,7 @@ from tests.chaos import faults
 from tests.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from tests.chaos.faults import Attempt, Committed, Scene, commit
 from tests.chaos.machine import Clock, Disk, open_disk
-from tests.chaos.network import Namespace, Network, Proxy, open_network
+from tests.chaos.network import Proxy
 from tests.chaos.round import Happened, Watch
 from tests.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from tests.deploy.services import SERVICES_S, Services
@@ -146,9 +144,8 @@ def test_semaphores_of_an_actor_whose_resource_tracker_is_killed_are_known(scene
     assert isinstance(scene.victims, Sleepers)
     holder = "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); print(flush=True); time.sleep(60)"
     actor = subprocess.Popen([sys.executable, "-c", holder], process_group=0, stdout=subprocess.PIPE)
-    scene.victims.processes["holder"] = actor
-    scene.victims.processes["local actor"], first = actor, scene.victims.processes["local actor"]
-    scene.victims.processes["first"] = first
+    scene.victims.processes["first"] = scene.victims.processes["local actor"]
+    scene.victims.processes["local actor"] = actor
     assert actor.stdout is not None and actor.stdout.read(1)
     committed = commit(fault("kill actor's child", "local actor"), scene)
     assert committed.detail == "local actor: killed its resource tracker"
@@ -251,126 +248,6 @@ def test_files_of_a_learner_that_serves_do_not_grow_for_a_while(scene: Scene, mo
     assert detail_of(commit(fault("limit file size"), scene)) == "let no file of the learner grow for 0.2 s"
     assert [*limits, limit()] == [limits[0], limits[0], limits[0], 0, limits[0]]
     assert limits[0] != 0
-
-
-class Echo:
-    """A stand-in for the hub that sends back what it receives."""
-
-    def __init__(self, host: str) -> None:
-        self._server = socket.create_server((host, 0))
-        self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            while data := connection.recv(1024):
-                connection.sendall(data)
-        except OSError:
-            return
-
-
-CALLER = """
-import socket, sys
-host, port = sys.argv[1].removeprefix("tcp://").split(":")
-connection = socket.create_connection((host, int(port)))
-print("connected", flush=True)
-try:
-    for line in sys.stdin:
-        connection.sendall(line.encode())
-        received = connection.recv(1024)
-        if not received:
-            raise ConnectionError
-        print(received.decode().strip(), flush=True)
-except OSError:
-    print("cut", flush=True)
-"""
-
-
-class Caller:
-    """A stand-in for the remote actor that sends lines to the hub and collects the answers."""
-
-    def __init__(self, network: Network, port: int) -> None:
-        self._process = subprocess.Popen(
-            [*network.prefix, sys.executable, "-c", CALLER, network.hub_address(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def say(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
-
-    def hears(self, text: str, timeout_s: float = 20.0) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while text not in self._lines and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return text in self._lines
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.append(line.strip())
-
-
-@pytest.mark.parametrize("kind", ["proxy", pytest.param("namespace", marks=needs_root)])
-def test_network_parts_joins_loses_cuts_and_leaves_nothing(kind: str) -> None:
-    network: Network = Namespace() if kind == "namespace" else Proxy()
-    callers: list[Caller] = []
-    echo = Echo(network.learner_host)
-    try:
-        caller = Caller(network, echo.port)
-        callers.append(caller)
-        assert caller.hears("connected")
-        caller.say("before")
-        assert caller.hears("before")
-        network.part()
-        time.sleep(0.1)
-        caller.say("parted")
-        assert not caller.hears("parted", 0.7)
-        network.join()
-        assert caller.hears("parted")
-        network.lose_packets(0.5, time.sleep, random.Random(0))
-        caller.say("joined")
-        assert caller.hears("joined")
-        network.cut()
-        caller.say("more")
-        assert caller.hears("cut")
-        another = Caller(network, echo.port)
-        callers.append(another)
-        assert another.hears("connected")
-    finally:
-        for caller in callers:
-            caller.close()
-        echo.close()
-        network.close()
-    devices = Path("/proc/net/dev").read_text()
-    assert f"ob{os.getpid()}a" not in devices
-    assert "proxy" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_network_is_the_best_that_may_be_made() -> None:
-    network = open_network()
-    network.close()
-    assert isinstance(network, Namespace if IS_ROOT else Proxy)
 
 
 def test_processes_are_found_by_the_mark_that_they_inherit() -> None:
