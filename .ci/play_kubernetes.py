@@ -33,7 +33,6 @@ PODMAN = os.environ.get("PODMAN", "podman").split()
 NETWORK = "offbeat-play"
 SETTINGS = ("launch.num_actors=2", "train.num_steps=1500")
 GRACE_S = 50
-ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SCALE = "/apis/apps/v1/namespaces/default/deployments/actor/scale"
 
 
@@ -230,6 +229,11 @@ def wait_for(what: str, is_so: Callable[[], bool], timeout_s: float = 300) -> No
     print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
 
 
+def audit(node: Node) -> None:
+    """Check the run that has ended."""
+    subprocess.run([sys.executable, "-m", "offbeat.deploy.cli.main", "audit", node.claims / "runs" / "quickstart"], check=True)
+
+
 def play(node: Node) -> None:
     """Live through a run's good and bad hours."""
     actors = ["actor-0", "actor-1", "actor-2"]
@@ -257,7 +261,7 @@ def play(node: Node) -> None:
     wait_for("the run's end", lambda: state("learner").startswith("exited"), 1200)
     wait_for("the actors' end", lambda: all(state(pod).startswith("exited") for pod in actors))
     assert [state(pod) for pod in ("learner", *actors)] == ["exited 0"] * 4
-    subprocess.run([sys.executable, "-m", "offbeat.deploy.cli.main", "audit", node.claims / "runs" / "quickstart"], check=True)
+    audit(node)
 
 
 def play_scaling(node: Node, cluster: Cluster) -> None:
@@ -274,7 +278,7 @@ def play_scaling(node: Node, cluster: Cluster) -> None:
     wait_for("the end of reconcile", lambda: state("learner-reconciler").startswith("exited"))
     assert [state(pod) for pod in ("learner", "learner-reconciler")] == ["exited 0"] * 2
     print(podman("logs", "learner-reconciler"))
-    subprocess.run([sys.executable, "-m", "offbeat.deploy.cli.main", "audit", node.claims / "runs" / "quickstart"], check=True)
+    audit(node)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer
     """
     collectives.POLL_S = poll_s
     if mishap == "left":
-        collectives.Rendezvous.wait_go = leave_once
+        collectives.Rendezvous.wait_go, mishap = leave_once, ""
     receiver = ClumsyReceiver(
         layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES), mishap=mishap
     )
@@ -81,7 +81,7 @@ class ClumsyReceiver(WeightReceiver):
     def _beat(self, update: WeightUpdate | WeightPull) -> None:
         super()._beat(update)
         flat = self.buffer.flat
-        if self._mishap in ("SIGKILL", "SIGSTOP", "wrong byte") and flat[len(flat) // 2] != 0 and flat[-1] == 0:
+        if self._mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
             befallen, self._mishap = self._mishap, ""
             if befallen == "wrong byte":
                 flat[0] ^= 1
@@ -97,9 +97,9 @@ class Receiver:
         self.peer = f"{name}/1".encode()
         self.policy_version: int | None = None
         self.is_mute = False
+        """True for a receiver that takes the weights and never reports them."""
         self.num_breaks = 0
         """Number of coming transfers that the receiver reports as broken."""
-        """True for a receiver that takes the weights and never reports them."""
         self.checksums: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
         self.connection, theirs = context.Pipe()
