@@ -31,12 +31,15 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def split_values(listed: str) -> list[str]:
-    """Return the values between commas, but not in brackets or quotes: `[0.9,0.95],[0.8,0.9]` and `a(1,2),b` are two each."""
+    """Return the values between commas, but not in brackets or quotes: `[0.9,0.95],[0.8,0.9]` and `a(1,2),b` are two each.
+
+    A quote after a letter is an apostrophe, as in `gspo + paper's band`.
+    """
     parts, depth, quote = [""], 0, ""
     for character in listed:
         if quote:
             quote = "" if character == quote else quote
-        elif character in "\"'":
+        elif character in "\"'" and not parts[-1][-1:].isalnum():
             quote = character
         else:
             depth += (character in "[{(") - (character in "]})")

@@ -72,6 +72,12 @@ def test_a_study_is_continued_by_the_same_command(fake_runs: FakeRuns, tmp_path:
     assert len(fake_runs.trials) == 9
 
 
+def test_every_method_can_be_chosen_by_its_name(tmp_path: Path) -> None:
+    names = [name for name in methods() if name not in OF_MIXTURES]
+    chosen = ("--tasks", "reversal", "--methods", ",".join(names), "--lags", "0", "--seeds", "1", "--plan")
+    assert f"{len(names)} runs are to be done" in study(str(tmp_path), *chosen)
+
+
 def test_shards_do_every_run_once_in_files_of_their_own(fake_runs: FakeRuns, tmp_path: Path) -> None:
     for shard in ("0/3", "1/3", "2/3"):
         study(str(tmp_path), *CHOSEN, "--shard", shard)

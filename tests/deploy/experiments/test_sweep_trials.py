@@ -44,6 +44,7 @@ def test_trials_are_the_product_of_values_and_seeds_one_seed_of_all_before_the_n
         ("'a,b',\"c,d\"", ["'a,b'", '"c,d"']),
         ("[[0],[1,2]]", ["[[0],[1,2]]"]),
         ("gspo", ["gspo"]),
+        ("gspo + paper's band,grpo", ["gspo + paper's band", "grpo"]),
     ],
 )
 def test_values_are_split_at_commas_outside_of_brackets_and_quotes(listed: str, values: list[str]) -> None:
