@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.async_vs_sync sleep     # generation and training are sleeps; 2.5 minutes
     python -m tests.benchmarks.async_vs_sync engine    # `offbeat train` on a tiny random model under vLLM; 3 minutes
+    python -m tests.benchmarks.async_vs_sync single    # the same, also with one completion per prompt; 6 minutes
 
 `sleep` measures the cost of leases, sockets, gate, buffer and weight updates. Everything but engine and trainer is production
 code: actors in separate processes, one hub, one publisher. With B groups in a step, N groups in flight, group time X and
@@ -13,6 +14,9 @@ training time T, the ideals follow from the times measured in the same trial:
     divisible  (B E[X] / N + T) / 2: without a tail and without switching; no synchronous system reaches it
 
 Here N = B: both modes have the same slots, and actors and trainer use equally many devices.
+
+`single` compares groups of eight with the same number of groups of one, which wait for no completion but their own. Advantages
+are rewards without a baseline there, so that no critic's time is in the comparison.
 
 By Little's law E[policy lag] = L / B, where L is the mean number of groups begun and not yet trained on. The lag is
 N / B + 1/2 if actors are the bottleneck (plus the time of a weight update), and `max_staleness` if the trainer is.
@@ -164,16 +168,64 @@ def _names(workload: Workload) -> tuple[str, str]:
 ENGINE_STEPS = 8
 ENGINE_GROUPS_PER_STEP = 8
 ENGINE_TIMEOUT_S = 150.0
+ENGINE_HEADER = ("", "seconds", "tokens/s", "busier/step", "mean lag", "max lag", "CPU s, start-up included")
+
+
+NUM_COMPLETIONS = ENGINE_GROUPS_PER_STEP * GROUP_SIZE
+SINGLE = (
+    "rollout.group_size=1",
+    f"train.groups_per_step={NUM_COMPLETIONS}",
+    f"actor.max_inflight_groups={NUM_COMPLETIONS}",
+    "advantage.baseline=zero",
+)
+"""As many completions per step and in flight as with groups, each alone."""
 
 
 def engine() -> None:
     """Run `offbeat train` in both modes and print the tables."""
+    runs = _engine_runs({mode: (f"staleness.max_staleness={bound}",) for mode, bound in MAX_STALENESS.items()})
+    print_table(
+        f"offbeat train, tiny random model, vLLM, one actor, {ENGINE_STEPS} steps of {ENGINE_GROUPS_PER_STEP} groups of "
+        f"{GROUP_SIZE}, first to last step, {NUM_ROUNDS} interleaved rounds: median (min–max)",
+        ENGINE_HEADER,
+        [_engine_row(mode, of_mode) for mode, of_mode in runs.items()],
+    )
+    print(
+        f"\nsync/async: {spread(_time_ratios(*runs.values()))}; colocated/async: {spread(_colocated_ratios(*runs.values()))}; "
+        f"divisible/async: {spread([sum(_busy_s(run)) / 2 / _between_steps_s(run) for run in runs['async']])}"
+    )
+    shares = [
+        [mode, _shares_text([learner_shares(run) for run in of_mode]), _actor_text(of_mode)] for mode, of_mode in runs.items()
+    ]
+    print_table("Shares of each service's time, first to last step", ("", "learner", "actor"), shares)
+
+
+def single() -> None:
+    """Run `offbeat train` with groups and with one completion per prompt, in both modes, and print the table."""
+    variants = {
+        f"{mode}, {name}": (f"staleness.max_staleness={bound}", *settings)
+        for mode, bound in MAX_STALENESS.items()
+        for name, settings in (("groups", ("advantage.baseline=zero",)), ("single", SINGLE))
+    }
+    runs = _engine_runs(variants)
+    print_table(
+        f"offbeat train, tiny random model, vLLM, one actor, {ENGINE_STEPS} steps of {NUM_COMPLETIONS} completions, in groups "
+        f"of {GROUP_SIZE} or alone, first to last step, {NUM_ROUNDS} interleaved rounds: median (min–max)",
+        ENGINE_HEADER,
+        [_engine_row(name, of_variant) for name, of_variant in runs.items()],
+    )
+    ratios = {mode: _time_ratios(runs[f"{mode}, groups"], runs[f"{mode}, single"]) for mode in MAX_STALENESS}
+    print("\ngroups/single: " + "; ".join(f"{mode} {spread(of_mode)}" for mode, of_mode in ratios.items()))
+
+
+def _engine_runs(variants: dict[str, tuple[str, ...]]) -> dict[str, list[OffbeatRun]]:
+    """Run `offbeat train` with the settings of each variant, in turns."""
     from transformers.utils.logging import disable_progress_bar
 
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     disable_progress_bar()
-    runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}
+    runs: dict[str, list[OffbeatRun]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as name:
         folder = Path(name)
         # With 40 characters and an end token, completions end after about 44 tokens; one in 300 reaches the limit.
@@ -182,24 +234,9 @@ def engine() -> None:
         (folder / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
         (folder / "run.toml").write_text(resolved_toml(_engine_config(folder)))
         for _ in range(NUM_ROUNDS):
-            for mode, max_staleness in MAX_STALENESS.items():
-                setting = f"staleness.max_staleness={max_staleness}"
-                runs[mode].append(run_offbeat(str(folder / "run.toml"), setting, timeout_s=ENGINE_TIMEOUT_S))
-    ratios = [_between_steps_s(one) / _between_steps_s(other) for one, other in zip(*runs.values(), strict=True)]
-    print_table(
-        f"offbeat train, tiny random model, vLLM, one actor, {ENGINE_STEPS} steps of {ENGINE_GROUPS_PER_STEP} groups of "
-        f"{GROUP_SIZE}, first to last step, {NUM_ROUNDS} interleaved rounds: median (min–max)",
-        ("", "seconds", "tokens/s", "busier/step", "mean lag", "max lag", "CPU s, start-up included"),
-        [_engine_row(mode, of_mode) for mode, of_mode in runs.items()],
-    )
-    print(
-        f"\nsync/async: {spread(ratios)}; colocated/async: {spread(_colocated_ratios(*runs.values()))}; "
-        f"divisible/async: {spread([sum(_busy_s(run)) / 2 / _between_steps_s(run) for run in runs['async']])}"
-    )
-    shares = [
-        [mode, _shares_text([learner_shares(run) for run in of_mode]), _actor_text(of_mode)] for mode, of_mode in runs.items()
-    ]
-    print_table("Shares of each service's time, first to last step", ("", "learner", "actor"), shares)
+            for variant, of_variant in variants.items():
+                runs[variant].append(run_offbeat(str(folder / "run.toml"), *of_variant, timeout_s=ENGINE_TIMEOUT_S))
+    return runs
 
 
 def _engine_config(folder: Path) -> Config:
@@ -214,6 +251,10 @@ def _engine_config(folder: Path) -> Config:
         actor=ActorSection(max_inflight_groups=ENGINE_GROUPS_PER_STEP),
         metrics=MetricsSection(tensorboard=False),
     )
+
+
+def _time_ratios(some: list[OffbeatRun], others: list[OffbeatRun]) -> list[float]:
+    return [_between_steps_s(one) / _between_steps_s(other) for one, other in zip(some, others, strict=True)]
 
 
 def _between_steps_s(run: OffbeatRun) -> float:
@@ -267,10 +308,10 @@ def _actor_text(runs: list[OffbeatRun]) -> str:
 
 
 def main() -> None:
-    """Run the parts named on the command line, or both."""
+    """Run the parts named on the command line, or all."""
     prepare_environment()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    parts = {"sleep": sleep, "engine": engine}
+    parts = {"sleep": sleep, "engine": engine, "single": single}
     for part in sys.argv[1:] or parts:
         parts[part]()
 
