@@ -40,6 +40,8 @@ settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=
 settings.load_profile("offbeat")
 
 SLOW_MARKERS = ("engine", "service", "slow")
+LANES = ("chaos", "real_model")
+"""Markers of tests that only run where `-m` names them."""
 SLOW_FILE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOW_MARKERS)})\b", re.MULTILINE)
 TEST_FUNCTION = re.compile(r"^def test_", re.MULTILINE)
 LEFT_OUT = pytest.StashKey[int]()
@@ -159,9 +161,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("service") is None)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            # Chaos is a third of the services' time, and a chain of its own.
-            is_chaos = item.path.parent.name == "chaos"
-            services = "services of chaos" if is_chaos else "services"
+            # The whole runs are half of the services' time.
+            services = "whole runs" if item.path.parent.name == "deploy" else "services"
             group = services if item.get_closest_marker("service") else item.location[0]
             item.add_marker(pytest.mark.xdist_group(group))
     _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set())
@@ -173,8 +174,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {"gpu"})
     if not all(importlib.util.find_spec(package) for package in EXTRA_PACKAGES):
         _leave_out(config, items, {"extras"})
-    if "real_model" not in str(config.getoption("-m")):
-        _leave_out(config, items, {"real_model"})
+    _leave_out(config, items, {lane for lane in LANES if lane not in str(config.getoption("-m"))})
 
 
 def pytest_runtest_setup() -> None:

@@ -360,7 +360,7 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
     assert not ChaosReport(0, "proxy", False, [], []).is_good
 
 
-@pytest.mark.engine
+@pytest.mark.chaos
 @pytest.mark.timeout(SERVICES_S)
 def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
     """The round has each kind of fault once; fewer steps and shorter silences than the command's own save a minute."""

@@ -1,35 +1,20 @@
-"""One learner rank of a test: trains on shared groups in each case; rank 0 writes the results.
-
-`python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
-"""
+"""One learner rank of a test: trains on shared groups in each case; rank 0 writes the results."""
 
 import os
 import resource
-import sys
 from pathlib import Path
 
 import torch
 
-from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import end_process
-
-prepare_environment()
-
-from offbeat.common.weights.flat import WeightBuffer, map_bytes, named_views  # noqa: E402
-from offbeat.learner.policy.lora import merged_parameters  # noqa: E402
-from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
-from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
-from offbeat.learner.training.trainer import Trainer  # noqa: E402
-from tests.learner.training.trainer_cases import (  # noqa: E402
-    APART,
-    GATHERED_NUMEL,
-    MEMORY_CASES,
-    SGD,
-    make_config,
-    make_groups,
-)
-from tests.learner.training.trainer_cases import RANK_CASES as CASES  # noqa: E402
-from tests.live_bytes import LiveBytes  # noqa: E402
+from offbeat.common.weights.flat import WeightBuffer, map_bytes, named_views
+from offbeat.learner.policy.lora import merged_parameters
+from offbeat.learner.policy.zero import gathered_parameters
+from offbeat.learner.training.checkpoints import CheckpointFailedError
+from offbeat.learner.training.trainer import Trainer
+from tests.learner.training.trainer_cases import APART, GATHERED_NUMEL, MEMORY_CASES, SGD, make_config, make_groups
+from tests.learner.training.trainer_cases import RANK_CASES as CASES
+from tests.live_bytes import LiveBytes
 
 
 def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
@@ -127,8 +112,9 @@ def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:
     return ""
 
 
-def main(model: Path, result: Path) -> None:
-    """Run every case; only rank 0 has weights to write."""
+def run_rank(variables: dict[str, str], model: Path, result: Path) -> None:
+    """Run every case with torchrun's variables; only rank 0 has weights to write."""
+    os.environ.update(variables)
     own = result.parent / f"machine-{os.environ['RANK']}"
     own.mkdir()
     os.chdir(own)
@@ -136,9 +122,5 @@ def main(model: Path, result: Path) -> None:
     memory = {case: count_memory(model, case) for case in MEMORY_CASES}
     if torch.distributed.get_rank() == 0:
         torch.save(outcome | {"memory": memory}, result)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
     # As the learner ends: freed with the interpreter, torch's threads may abort the process.
     end_process(0)

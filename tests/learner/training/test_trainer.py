@@ -1,9 +1,7 @@
 """The trainer with a real model under real DeepSpeed; the ranks of the last tests are processes."""
 
-import os
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +21,15 @@ from offbeat.learner.leases.groups import Group
 from offbeat.learner.policy.logprobs import LogitRule
 from offbeat.learner.training.checkpoints import find_damage
 from tests.families import make_family
+from tests.forked import context
 from tests.late_copies import LateCopies
+from tests.learner.training.rank_worker import run_rank
 from tests.learner.training.trainer_cases import APART, GATHERED_NUMEL, MEMORY_CASES, RANK_CASES, SGD, make_config, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[3]
+RANKS_S = 200.0
+"""Longest time for all cases of two ranks."""
 NOT_RESUMED = {"time/train_s", "time/prepare_s", "compute/mfu", "loss/grad_cosine"}
 """Metrics that differ in the first step after a checkpoint is loaded: times, and the cosine with the gradient before."""
 
@@ -460,24 +461,22 @@ def two_ranks(tiny_model, tmp_path_factory):
 def run_ranks(world_size: int, model: Path, result: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.training.rank_worker", str(model), str(result)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        context.Process(target=run_rank, args=({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, model, result))
         for rank in range(world_size)
     ]
+    for process in processes:
+        process.start()
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        deadline = time.monotonic() + RANKS_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.exitcode for process in processes] == [0] * world_size
     finally:
         for process in processes:
             process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+            process.join()
 
 
 @pytest.mark.parametrize("case", RANK_CASES)
