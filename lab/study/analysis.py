@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.lab.study.trials import BASELINE, LEAST_WIDTH, Point, StudyRow
+from offbeat.lab.study.trials import BASELINE, DEFAULT, LEAST_WIDTH, Point, StudyRow
 from offbeat.lab.sweep import estimates
 
 TARGET = 0.9
@@ -63,6 +63,11 @@ def conditions(rows: Sequence[StudyRow]) -> list[Condition]:
     return sorted({Condition(row.task, row.noise, row.lag) for row in rows})
 
 
+def baseline_of(rows: Sequence[StudyRow], task: str) -> str:
+    """Return the method that the others are compared with on a task."""
+    return BASELINE if any((row.task, row.method) == (task, BASELINE) for row in rows) else DEFAULT
+
+
 def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[MethodResult]:
     """Return the result of each method under a condition, in the order in which they appear."""
     by_method: dict[str, list[StudyRow]] = {}
@@ -70,7 +75,7 @@ def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[Meth
         if Condition(row.task, row.noise, row.lag) == condition:
             by_method.setdefault(row.method, []).append(row)
     rewards = {method: {row.seed: row.final_reward for row in of_method} for method, of_method in by_method.items()}
-    compared = estimates.compare_with_baseline(rewards, BASELINE, least_width=LEAST_WIDTH)
+    compared = estimates.compare_with_baseline(rewards, baseline_of(rows, condition.task), least_width=LEAST_WIDTH)
     return [_result(method, of_method, compared.get(method)) for method, of_method in by_method.items()]
 
 
@@ -255,6 +260,10 @@ CLAIMS = (
     Claim(
         "The sampler's routing improves GSPO (against GSPO, section 5.3)",
         _over("gspo + engine routing", "gspo", *(("reversal_moe", lag) for lag in (0, 1, 4, 16, 64))),
+    ),
+    Claim(
+        "An adapter of SmolLM2 learns more with a range by each completion's length than with GSPO's own (predicted)",
+        _over(DEFAULT, "gspo + paper's band", ("sums_adapter", 4)),
     ),
 )
 

@@ -9,7 +9,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import number
 from offbeat.common.pages.page import render
 from offbeat.lab.study import analysis
-from offbeat.lab.study.trials import BASELINE, ProbeRow, StudyRow
+from offbeat.lab.study.trials import ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
 _LOW, _MIDDLE, _HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)
@@ -104,17 +104,18 @@ def _sections(rows: Sequence[StudyRow], folder: Path) -> list[str]:
         parts += [title, picture]
         for condition in analysis.conditions(rows):
             if (condition.task, condition.noise) == (task, noise):
-                parts += [f"Lag {condition.lag}:", _method_table(analysis.compare_methods(rows, condition))]
+                results = analysis.compare_methods(rows, condition)
+                parts += [f"Lag {condition.lag}:", _method_table(results, analysis.baseline_of(rows, task))]
     return parts
 
 
-def _method_table(results: Sequence[analysis.MethodResult]) -> str:
+def _method_table(results: Sequence[analysis.MethodResult], baseline: str) -> str:
     heads = (
         "method",
         "seeds",
         "final reward",
         f"± {PAIRED_CONFIDENCE:.0%}",
-        f"minus {BASELINE}",
+        f"minus {baseline}",
         "p (Holm)",
         "area",
         f"steps to {analysis.TARGET:g}",

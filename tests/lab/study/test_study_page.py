@@ -43,6 +43,17 @@ def test_results_are_put_between_the_marks_alone(tmp_path: Path) -> None:
     assert page.read_bytes() == again
 
 
+def test_methods_are_compared_with_the_default_where_a_task_has_no_run_of_the_baseline(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    own = [make_row("gspo + own length", 0, 0.5), make_row("gspo + own length", 1, 0.6)]
+    write_page([*own, *ROWS[2:]], [], page)
+    assert "| minus gspo + own length |" in page.read_text()
+    assert "| `grpo` | 2 | 0.851 | 0.642 | **+0.301 (+0.294 to +0.307)** |" in page.read_text()
+    write_page([*own, *ROWS], [], page)
+    assert "| minus gspo |" in page.read_text()
+
+
 def test_only_the_generated_results_say_that_a_claim_is_confirmed() -> None:
     before, _, rest = (DOCS / "study.md").read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
