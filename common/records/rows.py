@@ -177,10 +177,11 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     """Use of the judge by all processes of the actor: `requests` sent, `failed` ones, answers that were `cached`, `tokens`, and
     `seconds` of all requests. Absent in a run without a judge."""
     environment: dict[str, float] = {}
-    """Episodes, in a run with an environment: `begun`, `ended`, `cancelled` (a time limit, a lease that is over); `open` now,
-    and `waiting` now for their function; `turns` sampled; `seconds` spent in functions; `prompt_tokens` of all
-    turns, and `cached_tokens` of them that were in the prefix cache; attempts that failed at a time limit (`again_timeout`),
-    with their process (`again_lost`) and for a cause that may pass (`again_unavailable`); `worker_restarts`."""
+    """Counts of episodes, in a run with an environment: `begun`, `ended`, and `cancelled` (by a time limit, or because the
+    lease is over); those `open` now, and of these the ones `waiting` for their function; `turns` sampled; `seconds` spent in
+    functions; `prompt_tokens` of all turns, and how many of them the prefix cache held (`cached_tokens`); attempts that failed
+    because of a time limit (`again_timeout`), a lost process (`again_lost`) or a temporary cause (`again_unavailable`);
+    `worker_restarts`."""
 
 
 class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):
@@ -238,8 +239,9 @@ class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):
     high_abs_diff: float | None = None
     """The difference that 95% of the tokens do not exceed, in nats."""
     excess: float | None = None
-    """Largest ratio of the differences to the actor's limits, in the part of the canary where it is smaller. The actor is wrong
-    above 1, unless `weights.canary_tolerance` is set; then `max_abs_diff` decides."""
+    """Largest ratio of a statistic (mean, 95% quantile, maximum) to the actor's limit for it. The canary has each token in two
+    contexts, and the smaller of its two differences counts. A value above 1 means that the actor is wrong, unless
+    `weights.canary_tolerance` is set; then `max_abs_diff` decides."""
 
 
 class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):

@@ -150,16 +150,16 @@ STEP_METRICS: tuple[Metric, ...] = (
         "compute/flops",
         "FLOP",
         "Operations of the step's forward and backward passes, on all ranks, each counted once: matrix products, attention "
-        "within each sequence, the head on completion tokens, of the experts those used.",
+        "within each sequence, the head on completion tokens only, and of the experts only those used.",
     ),
-    Metric("compute/recomputed", "share", "Operations made again to save memory, or by M2PO's first pass, over compute/flops."),
+    Metric("compute/recomputed", "share", "Operations repeated to save memory, plus M2PO's first pass, over compute/flops."),
     Metric("compute/peak", "FLOP/s", "Speed of the learner's devices: published for GPUs in bfloat16, else measured at start."),
     Metric("compute/mfu", "share", "Model FLOPs utilization: compute/flops over what compute/peak allows in time/train_s."),
     Metric("time/train_s", "s", "Time of forward and backward passes and the optimizer step."),
     Metric("time/prepare_s", "s", "Time of a batch's frozen log-probs and advantages, in its first step; 0 in the others."),
     Metric("time/step_s", "s", "Wall time of the whole batch, waiting included, divided by its steps."),
     Metric("time/wait_rollouts_s", "s", "Time the learner waited for the batch, divided by its steps."),
-    Metric("time/held_back_s", "s", "Time in which staleness alone kept an actor with room from a lease, over the steps."),
+    Metric("time/held_back_s", "s", "Time in which staleness alone kept leases from an actor with room, divided by the steps."),
     Metric("time/publish_wait_s", "s", "Time the learner waited for the last publish to end, divided by the steps."),
     Metric("time/snapshot_s", "s", "Time of copying and announcing the weights, divided by the steps."),
     Metric("staleness/bound", "optimizer steps", "staleness.max_staleness as it is at the end of the batch."),
@@ -167,22 +167,22 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("staleness/over_bound", "groups", "Groups of the step whose policy lag is above the bound."),
     Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
     Metric("actors/number", "actors", "Actors that take leases at the end of the batch."),
-    Metric("actors/spare", "share", "Lease slots that held no lease, over the time since the last batch."),
+    Metric("actors/spare", "share", "Lease slots without a lease, averaged over the time since the last batch."),
     Metric("actors/hours", "h", "Time of all actors together since the beginning of the run."),
     Metric("buffer/in_flight", "groups", "Groups that are being generated at the end of the batch."),
 )
 """The metrics of a step row, nearly in the row's order."""
 
 _COMPARISONS = (
-    ("overlap", "share", "Mean over tokens and layers of the share of experts that both chose"),
+    ("overlap", "share", "Mean over tokens and layers of the share of chosen experts that are the same"),
     ("changed_slots", "share", "1 - overlap"),
-    ("router_mismatch", "share", "Token-layer pairs with another set of experts"),
-    ("token_any", "share", "Tokens with another set of experts in some layer"),
-    ("routers_per_token", "layers", "Mean number of a token's layers with another set of experts"),
+    ("router_mismatch", "share", "Token-layer pairs with a different set of experts"),
+    ("token_any", "share", "Tokens with a different set of experts in at least one layer"),
+    ("routers_per_token", "layers", "Mean number of layers in which a token has a different set of experts"),
 )
 _AGAINST = (
     ("update", "the version sent before", "a version of the learner was kept before this one"),
-    ("lag_<lag>", "kept versions that many optimizer steps older", "such a version is kept"),
+    ("lag_<lag>", "kept versions that are older by that many optimizer steps", "such a version is kept"),
     ("engine", "an actor's engine under the same version", "the row is about an actor"),
 )
 _LEARNER_ROW = "the row is about the learner"

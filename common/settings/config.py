@@ -135,8 +135,8 @@ class TaskSection(Section, frozen=True):
     """Weights of the named parts that the reward function returns; their weighted sum is the reward. A part that is not listed
     has weight 1."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Time limit for one call of the reward function, in seconds; for a plain function of one completion, for the calls of a
-    group together."""
+    """Time limit for one call of the reward function, in seconds. For a plain (not async) function that takes one completion,
+    the limit applies to all calls of a group together."""
     reward_retry_s: NonNegativeFloat = 600.0
     """Time for which a group is retried while its reward is temporarily unavailable (a time limit, a lost connection, HTTP 429
     or 5xx, or `RewardUnavailable`), with back-off, in seconds. Its lease is extended by this time. 0: such a group fails at
@@ -172,11 +172,12 @@ class EnvironmentSection(Section, frozen=True):
     """vLLM's name for the format in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays
     in the text of a turn."""
     python: str = ""
-    """Path of the Python that runs the environment, whose packages may differ from offbeat's. Empty: offbeat's own, or the one
-    that `environment.requirements` makes."""
+    """Path of the Python interpreter that runs the environment; its packages may differ from offbeat's. Empty: offbeat's own
+    Python, or that of the virtual environment that `environment.requirements` makes."""
     requirements: str = ""
     """File with pip requirements. Each machine installs them once, into a virtual environment in its cache, and the environment
-    runs there. With `environment.python`, that is made from this Python. Empty: nothing is installed."""
+    runs there. If `environment.python` is set, the virtual environment is made with that Python. Empty: nothing is
+    installed."""
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of an environment that has a Python of its own, or is one of a framework."""
 
@@ -204,11 +205,12 @@ class JudgeSection(Section, frozen=True):
     answer. After that the judge counts as unavailable: completions keep waiting for their rewards, and episodes are played
     again."""
     budget_tokens: PositiveInt | None = None
-    """Number of tokens, of requests and answers, after which the run ends, over all actors and restarts. none: no limit."""
+    """Number of tokens after which the run ends, in requests and answers together, over all actors and restarts. none: no
+    limit."""
     cache: str = ""
-    """Folder in which answers are cached, for any number of processes and runs: the same request at temperature 0 is then not
-    sent again. The cache stores answers, not prompts. Above 1 GiB of
-    them the oldest are deleted. Empty: no cache."""
+    """Folder in which answers are cached; any number of processes and runs may share it. A request at temperature 0 is then not
+    sent a second time. The cache stores answers, not prompts. When the answers exceed 1 GiB, the oldest are deleted. Empty: no
+    cache."""
 
 
 class RolloutSection(Section, frozen=True):

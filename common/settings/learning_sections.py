@@ -54,9 +54,9 @@ class AdvantageSection(Section, frozen=True):
     for the others."""
     turns: Literal["sum", "to_go", "branch"] = "sum"
     """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, computed from
-    the sum of its rewards. to_go: each turn has its own, computed from the rewards given after it was requested and compared
-    with the same turn of the group's other episodes. branch: the same comparison, of the episode's rewards without those given
-    to other sequences of the episode, such as another attempt or another agent."""
+    the sum of its rewards. to_go: each turn has its own advantage, computed from the rewards given after the turn was requested
+    and compared with the same turn of the group's other episodes. branch: as to_go, but computed from the episode's rewards
+    minus those given to other sequences of the episode, such as another attempt or another agent."""
     divide_by_std: bool | None = None
     """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
     group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
@@ -76,17 +76,18 @@ class LossSection(Section, frozen=True):
     """The objective, its importance ratio, and the average over tokens."""
 
     objective: str = "gspo"
-    """Training objective, with its parameters in parentheses if they are not its paper's, as in `sapo(1, 1.05)`;
-    docs/objectives.md describes each. It decides the default of every setting below that is none."""
+    """Training objective, with its parameters in parentheses if they differ from the paper's, as in `sapo(1, 1.05)`;
+    docs/objectives.md describes each. Every setting below whose value is none takes its default from the objective."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
     defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
     anchor: Literal["behavior", "group", "interpolated", "proximal", "decoupled"] = "behavior"
     """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
-    log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
-    the behavior ones. interpolated: the same, with proximal log-probs that are guessed from the behavior and the current ones
-    by each token's lag, without another forward pass (A-3PO). group: the likelihood, per token, that the completions of the
-    group had when they were sampled, their mean weighed by itself (GEPO); for gspo, gspo_token and luspo."""
+    log-probs, recomputed before the update. decoupled: as proximal, while `loss.correction` covers the difference between
+    proximal and behavior log-probs. interpolated: as decoupled, but the proximal log-probs are estimated from the behavior
+    log-probs, the current ones and each token's lag, without another forward pass (A-3PO). group: the likelihood per token of
+    the group's completions when they were sampled, averaged over the group with the likelihoods themselves as weights (GEPO);
+    for gspo, gspo_token and luspo."""
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it is 3e-4 against
@@ -94,29 +95,31 @@ class LossSection(Section, frozen=True):
     clip_high: PositiveFloat | None = None
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
     divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it is 4e-4 against
-    recomputed log-probs, and that of `clip_low` against behavior log-probs."""
+    recomputed log-probs; against behavior log-probs it is the same as for `clip_low`."""
     clip_by: Literal["own_length", "run"] | None = None
-    """Length that the clip range of a sequence ratio goes by. own_length: each completion's own number of tokens n (an
-    episode's, over all of its turns). Its range is 0.3 / n, at most `clip_low` and `clip_high`, and at least two standard
-    deviations of the engine's noise from its mean: of the noise in `loss.noise_floor`, or of 0.035 nats a token. run: the
-    same for all completions. none: own_length for gspo, gspo_token and luspo against behavior log-probs, unless you set
-    `clip_low` or `clip_high`, and run otherwise."""
+    """Length that determines the clip range of a sequence ratio. own_length: each completion's own number of tokens n (for an
+    episode, over all of its turns). The range is 0.3 / n, but at most `clip_low` and `clip_high`, and at least two standard
+    deviations of the engine's noise beyond the mean of that noise. The noise is that of `loss.noise_floor`, or 0.035 nats per
+    token without it. run: one range for all completions. none: own_length for gspo, gspo_token and luspo against behavior
+    log-probs, unless you set `clip_low` or `clip_high`, and run otherwise."""
     routing_replay: Literal["off", "recomputed", "sampled"] = "off"
-    """Experts that a mixture's routers choose while the policy is trained, with the weights of the current logits. off: their
-    own. recomputed: those that they chose when the log-probs of `loss.anchor` (proximal or decoupled) were recomputed before
-    the update (R2). sampled: those that the engine chose, which actors send (R3); it takes transformers, or vLLM on a GPU."""
+    """Experts that a mixture-of-experts model uses while the policy is trained; the current logits weight them. off: the
+    experts that the routers choose at that moment. recomputed: the experts that they chose when the log-probs of `loss.anchor`
+    (proximal or decoupled) were recomputed before the update (R2). sampled: the experts that the engine chose, sent by the
+    actors (R3); this needs `actor.engine` to be transformers, or vLLM on a GPU."""
     noise_floor: str = ""
     """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
-    divergences are then split into the share of the engine's numerical noise and the share of staleness, and
-    `loss.clip_by = "own_length"` goes by that noise. Empty: they are not split."""
+    divergences are then split into a part that comes from the engine's numerical noise and a part that comes from staleness,
+    and `loss.clip_by = "own_length"` uses that noise. Empty: they are not split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
-    that the objective clips is larger. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none: no cap."""
+    """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It applies where the
+    ratio that the objective clips exceeds this number. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none:
+    no cap."""
     correction: str = "none"
     """Weights and masks applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
-    decoupled and the interpolated anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own,
-    as in `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + `
-    between them, whose weights are multiplied."""
+    decoupled and the interpolated anchor, `pi / mu` otherwise. Values: none; a built-in correction, with bounds if they differ
+    from its defaults, as in `token_tis(0.5, 2)` (docs/objectives.md); your own function, as `module:function`
+    (docs/own_code.md); or several of these joined by ` + `, whose weights are multiplied."""
     normalize_correction: bool = False
     """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
     (self-normalized importance sampling). Only with the decoupled anchor."""
@@ -156,13 +159,14 @@ class CriticSection(Section, frozen=True):
     starts as the model at `model.path` and has its own optimizer. It takes as much memory as a policy whose weights are all
     trained."""
     updates_per_step: PositiveInt = 1
-    """Number of optimizer steps of a trunk of its own in each optimizer step of the policy, on the same completions."""
+    """Number of optimizer steps that the critic's own trunk takes in each optimizer step of the policy, on the same
+    completions."""
     learning_rate_factor: PositiveFloat = 5.0
-    """Constant learning rate of a trunk of its own, as a multiple of `train.learning_rate`."""
+    """Constant learning rate of the critic's own trunk, as a multiple of `train.learning_rate`."""
     alone_until: NonNegativeInt = 0
-    """Number of optimizer steps at the start in which only a trunk of its own learns: the policy's learning rate is 0."""
+    """Number of optimizer steps at the start in which only the critic's own trunk learns: the policy's learning rate is 0."""
     freeze_attention: bool = False
-    """Train all layers of a trunk of its own but the attention layers."""
+    """Train all layers of the critic's own trunk except the attention layers."""
     target_lambda: Fraction | None = None
     """Lambda of GAE in the critic's targets; 1: the completion's reward is the target. none: `advantage.gae_lambda`."""
     loss_coef: PositiveFloat = 0.5

@@ -166,8 +166,8 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         actor_table,
         *_TRACKERS,
         "## Logs",
-        "Every service writes its log to stderr; `RUN/logs` keeps those of the services that `offbeat train` starts, and the "
-        "learner's. Each event is one line: `time level service message`, times in UTC. With the environment variable "
+        "Every service writes its log to stderr. `RUN/logs` keeps the logs of the learner and of all services that `offbeat "
+        "train` starts. Each event is one line: `time level service message`, times in UTC. With the environment variable "
         "`OFFBEAT_LOG_FORMAT=json`, each event is a JSON object with `time`, `level`, `service`, `logger`, `message` and "
         "`exception`, for Loki and the like. `OFFBEAT_LOG_LEVEL` is `debug`, `info` (the default), `warning` or `error`.",
         "## Traces",

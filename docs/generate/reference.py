@@ -79,9 +79,9 @@ def resuming_page() -> str:
     parts = [
         _WRITTEN,
         "# Resuming a run",
-        "A run records what it depends on in `identity.json` and `prompts.bin` in its folder, and in every checkpoint: all "
-        "settings, and hashes of model, tokenizer, chat template, each prompt, and your own functions' source files, with the "
-        "versions of the software. `run.resume=true` compares all of it before anything is written.",
+        "A run records its inputs in `identity.json` and `prompts.bin` in its folder, and in every checkpoint: all settings, "
+        "the versions of the software, and hashes of the model, the tokenizer, the chat template, each prompt, and the source "
+        "files of your own functions. `run.resume=true` compares all of it before anything is written.",
         "*refused*: the learner does not start, and names the setting, both values and the fix. *recorded*: the run continues, "
         "with a line in the log and a `resumed_with_changes` event in `metrics.jsonl` for each difference. *ignored*: nothing "
         "is reported.",

@@ -287,9 +287,9 @@ def claim_verdict(findings: Sequence[TestedContrast]) -> str:
     if below == num:
         return "contradicted: the opposite holds"
     if not above and not below:
-        return f"not told: none of {num} differences is told from 0"
+        return f"these runs cannot tell: none of {num} differences is distinguishable from 0"
     parts = [f"{count} of {num} {text}" for count, text in ((above, "for it"), (below, "against it")) if count]
-    return f"not as a rule: {', '.join(parts)}, {num - above - below} not told from 0"
+    return f"not as a rule: {', '.join(parts)}, {num - above - below} not distinguishable from 0"
 
 
 def _compare(difference: Contrast, rows: Sequence[StudyRow]) -> estimates.Comparison | None:

@@ -210,7 +210,7 @@ class ProbeRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cosine: float | None
     """Cosine of the expected gradient on stale completions with that on fresh ones; None where the batches are too few."""
     variance: float | None
-    """Variance of the gradient over the square of its expectation's norm; None where that is not told from 0."""
+    """Variance of the gradient over the square of its expectation's norm; None where that is not distinguishable from 0."""
     total_variation: float
     """Between pi and mu, over completions; the same for all methods."""
     chi_squared: float

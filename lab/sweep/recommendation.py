@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offbeat.lab.sweep.estimates import CONFIDENCE, MAX_SEEDS, POWER, Comparison, compare, compare_ratio, seeds_needed
 
 RULE = (
-    "Of the values whose final reward is not told to be below the reference's, or by less than the margin over its whole "
+    "Of the values whose final reward is not shown to be below the reference's, or by less than the margin over its whole "
     "interval, the one that comes soonest within the margin of the reference's final reward in every seed, by the geometric "
     "mean of the seeds' times."
 )

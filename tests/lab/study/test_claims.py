@@ -23,10 +23,10 @@ def rows_of(*differences: float, method: str = "gspo") -> list[StudyRow]:
         ((0.10, 0.11, 0.12), "confirmed"),
         ((-0.10, -0.11, -0.12), "contradicted: the opposite holds"),
         # Mean 0.1, and the interval holds 0.
-        ((0.0, 0.1, 0.2), "not told: none of 1 differences is told from 0"),
+        ((0.0, 0.1, 0.2), "these runs cannot tell: none of 1 differences is distinguishable from 0"),
         # One seed, and equal differences, have no interval.
-        ((0.3,), "not told: none of 1 differences is told from 0"),
-        ((0.3, 0.3, 0.3), "not told: none of 1 differences is told from 0"),
+        ((0.3,), "these runs cannot tell: none of 1 differences is distinguishable from 0"),
+        ((0.3, 0.3, 0.3), "these runs cannot tell: none of 1 differences is distinguishable from 0"),
         ((), "no runs"),
     ],
 )
@@ -37,7 +37,7 @@ def test_confirmed_is_only_said_where_the_interval_excludes_0(differences: tuple
 def test_one_difference_of_two_is_no_confirmation() -> None:
     claim = Claim("gspo is better", (SIDES, Contrast(Side("reversal", "sapo", 4), SIDES.second)))
     rows = [*rows_of(0.10, 0.11, 0.12), *(make_row("sapo", seed, 0.4 + 0.1 * seed) for seed in range(3))]
-    assert claim_verdict(compare_claim(claim, rows)) == "not as a rule: 1 of 2 for it, 1 not told from 0"
+    assert claim_verdict(compare_claim(claim, rows)) == "not as a rule: 1 of 2 for it, 1 not distinguishable from 0"
 
 
 def test_difference_of_differences_is_taken_by_seed() -> None:

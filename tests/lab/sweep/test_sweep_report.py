@@ -178,7 +178,7 @@ def test_recommendation_stands_on_the_page_with_its_rule(tmp_path: Path) -> None
     assert "4: it comes soonest within 0.02 of the final reward of 0, in 0.50 of its time" in text
     assert "8 ends lower than 0: by 0.300" in text
     assert "0 and 4 cannot be distinguished with 3 seeds" in text
-    assert "Of the values whose final reward is not told to be below the reference's" in text
+    assert "Of the values whose final reward is not shown to be below the reference's" in text
 
 
 def test_every_value_is_compared_with_the_reference_in_pairs_of_one_seed(tmp_path: Path) -> None:
