@@ -108,10 +108,10 @@ def health_page() -> str:
         f"Checked after each optimizer step. A rule is cleared after {CLEAR_STEPS} steps in a row without its condition.",
         _table(("rule", "condition", "hint"), rules),
         "## Late batches",
-        f"Checked while the learner waits for a batch. Reported after {LATE_S:g} s; for common causes, only once the wait "
-        f"also exceeds {LATE_FACTOR:g}x the mean of the last {NUM_WAITS} waits. If several reasons apply, the first is "
-        "reported. The next batch clears it. `run.no_actor_timeout_s` and `run.no_group_timeout_s` limit the wait and "
-        "then end the run with the reason.",
+        f"While the learner waits for a batch, it looks for the reason. It reports the reason after {LATE_S:g} s, but a common "
+        f"one only once the wait also exceeds {LATE_FACTOR:g} times the mean of the last {NUM_WAITS} waits. If several "
+        "reasons apply, it reports the first of this table. The next batch clears it. `run.no_actor_timeout_s` and "
+        "`run.no_group_timeout_s` limit the wait, and then end the run with the reason.",
         _table(("reason", "condition", "hint"), causes),
     ]
     return "\n\n".join(parts) + "\n"

@@ -245,8 +245,8 @@ def _gradient_zero(steps: Sequence[StepRow]) -> str | None:
 
 
 @_rule(
-    f"The mean reward of {REWARD_STEPS} steps is below half of the best such mean of the last {HISTORY} steps (from the "
-    f"lowest mean, if that is negative), by more than {REWARD_ERRORS:g} standard errors.",
+    f"The mean reward of {REWARD_STEPS} steps is less than half of the best such mean of the last {HISTORY} steps, and lower "
+    f"by more than {REWARD_ERRORS:g} standard errors. If a mean is negative, both are measured from the lowest mean.",
     "Resume the checkpoint before the fall with a lower train.learning_rate or staleness.max_staleness.",
 )
 def _reward_halved(steps: Sequence[StepRow]) -> str | None:
