@@ -47,6 +47,9 @@ NUM_THREADS = 512
 """Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's
 own bound, six on two cores, episodes would wait for each other until their time is up."""
 
+USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What the user's code may raise: it may also call `sys.exit`, or raise an interrupt."""
+
 
 class Worker:
     """The episodes of one process."""
@@ -108,23 +111,30 @@ class Worker:
                 self._endpoint.close(self._sessions.pop(play.episode))
 
     async def _outcome(self, play: PlayEpisode, episode: ChatEpisode) -> Ended | Failed:
+        returned, is_out_of_room = None, False
         try:
             returned = await self._function(self._chat(episode), msgspec.json.decode(play.row))
-            return self._ended(episode, returned, is_out_of_room=False)
         except NoRoom:
-            return self._ended(episode, None, is_out_of_room=True)
+            is_out_of_room = True
         except asyncio.CancelledError:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")
-        # The user's code, which may also call `sys.exit` or raise an interrupt.
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
-            failure = failure_of(error, file_of(self._function))
+        except USER_ERRORS as error:
+            failed = self._failed(play, error)
             session = self._sessions.get(play.episode)
-            if session is not None and session.is_out_of_room and not failure.is_transient:
-                # Agents wrap the refusal in errors of their own. Services that are away have nothing to do with it.
-                return self._ended(episode, None, is_out_of_room=True)
-            return Failed(
-                episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
-            )
+            # Agents wrap the refusal in errors of their own. Services that are away have nothing to do with it.
+            is_out_of_room = session is not None and session.is_out_of_room and not failed.is_transient
+            if not is_out_of_room:
+                return failed
+        try:
+            return self._ended(episode, returned, is_out_of_room=is_out_of_room)
+        except USER_ERRORS as error:
+            return self._failed(play, error)
+
+    def _failed(self, play: PlayEpisode, error: BaseException) -> Failed:
+        failure = failure_of(error, file_of(self._function))
+        return Failed(
+            episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
+        )
 
     def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> Ended:
         session = self._sessions.get(episode.play.episode)

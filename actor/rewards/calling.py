@@ -191,6 +191,12 @@ def on_event_loop(reward: RewardFunction, weights: Mapping[str, float], *, timeo
                     return await reward.outcomes_async(samples, weights)
             except TimeoutError:
                 return [timed_out(timeout_s, was_killed=False)] * len(samples)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # The function awaited a task of its own that another call, for example, had cancelled at its time limit.
+                return [Failure(True, "CancelledError: something that the function awaited was cancelled")] * len(samples)
 
     return call
 

@@ -56,6 +56,8 @@ def failure_of(error: BaseException, file: str | None) -> Failure:
     # The first frame is the call, in this project.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
+    # Text of a model may hold half a character, which no message can.
+    text = text.encode(errors="backslashreplace").decode()
     return Failure(is_transient(error), f"{one_line(error)} ({_place(frames, file)})", text)
 
 

@@ -63,6 +63,12 @@ async def play(chat, row):
         raise SystemExit("bye")
     if kind == "text":
         return "good"
+    if kind == "half":
+        raise ValueError("no file \\ud83d")
+    if kind == "nameless":
+        chat.metric("tool calls", 1)
+        while True:
+            await chat.sample()
     if kind == "greedy":
         chat.reward(0.25)
         while True:
@@ -246,6 +252,7 @@ def test_many_agents_that_are_not_async_play_at_once(workers: Workers) -> None:
         ("judge", True, "ConnectionError: no judge"),
         ("exit", False, "SystemExit: bye"),
         ("text", False, "TypeError: the reward is 'good', not a number"),
+        ("half", False, "ValueError: no file \\ud83d"),
     ],
 )
 def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: str, is_transient: bool, detail: str) -> None:
@@ -281,6 +288,16 @@ def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> 
             branch_rewards={0: 0.5, 1: 0.5},
         )
     ]
+
+
+def test_episode_without_room_whose_metric_has_a_wrong_name_fails_at_once(workers: Workers) -> None:
+    play(workers, "1/0/0", "nameless")
+    for turn in range(2):
+        assert isinstance(next_news(workers)[0], SampleTurn)
+        workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
+    (failed,) = next_news(workers)
+    assert isinstance(failed, Failed)
+    assert "'tool calls'" in failed.detail
 
 
 def test_cancelled_episode_ends(workers: Workers) -> None:

@@ -121,6 +121,36 @@ def test_call_that_exceeds_its_time_is_tried_again_without_the_others(run_reward
     assert calls == {"a": 1, "hangs": 2}
 
 
+@pytest.mark.parametrize("form", ["samples", "one"])
+def test_call_whose_shared_task_another_calls_time_limit_cancelled_is_tried_again(run_reward: MakeRunner, form: str) -> None:
+    shared: list[asyncio.Task[None]] = []
+    num_calls = 0
+
+    async def ask() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        if not shared:
+            shared.append(asyncio.create_task(asyncio.sleep(60)))
+        if not shared[0].done() or num_calls <= 2:
+            await shared[0]
+        return 1.0
+
+    async def of_samples(samples: Any) -> list[float]:
+        return [await ask() for _ in samples]
+
+    async def of_one(prompt: str, completion: str, row: dict[str, Any]) -> float:
+        return await ask()
+
+    runner = run_reward(of_samples if form == "samples" else of_one, concurrency=2, batch_size=1, timeout_s=0.3)
+    runner.submit(1, samples(["a"]))
+    while not num_calls:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    # Its own time is not over when that of the first one ends the task.
+    runner.submit(2, samples(["b"]))
+    assert wait(runner) == {1: rewarded(1, 1), 2: rewarded(2, 1)}
+
+
 def test_mistake_fails_the_group_at_once_although_another_completion_waits(run_reward: MakeRunner) -> None:
     async def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
         if completion == "down":
