@@ -115,6 +115,9 @@ class PagedBatches:
     def step(self) -> list[FinishedCompletion]:
         """Sample a token for the running completions; return those that finished."""
         batches = self._batches
+        if not batches.scheduler.active_requests:
+            # Set by a full cache until a running completion finishes; these have been restarted or removed.
+            batches.scheduler.block_new_requests = False
         if not batches.prepare_next_batch():
             return []
         batch = batches.inputs_and_outputs.get_model_kwargs(use_padding=batches.model_runner.pad_inputs)
@@ -147,11 +150,16 @@ class PagedBatches:
         """Return the number of tokens sampled so far of every unfinished completion."""
         return {state.request_id: _num_tokens(state) for state in self._states()}
 
-    def restart(self) -> None:
-        """Continue every running completion from a new pass over its prompt and tokens."""
+    def restart(self, *, keeps_begun: bool) -> None:
+        """Continue running completions from a new pass over their prompt and tokens.
+
+        `keeps_begun`: only those that have no token, because a part of their prompt may have been computed.
+        """
         # They go before waiting requests, which are younger.
         scheduler = self._batches.scheduler
         for state in reversed(list(scheduler.active_requests.values())):
+            if keeps_begun and _num_tokens(state):
+                continue
             scheduler.finish_request(state.request_id)
             scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
             scheduler.waiting_requests_order.appendleft(state.request_id)
@@ -267,8 +275,10 @@ class OwnCaches:
         """Return the number of tokens sampled so far of every unfinished completion."""
         return {request_id: batch.num_tokens for batch in self._batches for request_id in batch.request_ids}
 
-    def restart(self) -> None:
-        """Continue every running completion from a new pass over its prompt and tokens."""
+    def restart(self, *, keeps_begun: bool) -> None:
+        """Continue running completions from a new pass over their prompt and tokens; a prompt is computed in one step."""
+        if keeps_begun:
+            return
         for batch in self._batches:
             batch.cache = None
             batch.experts = []

@@ -117,8 +117,7 @@ class TransformersEngine:
         self.num_loads += 1
         for request_id, num_tokens in self._batches.num_tokens().items():
             _begin_segment(self._segments[request_id], Segment(policy_version, num_tokens))
-        if recompute_kv:
-            self._batches.restart()
+        self._batches.restart(keeps_begun=not recompute_kv)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> Score:

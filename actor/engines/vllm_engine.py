@@ -14,7 +14,7 @@ import gc
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -66,6 +66,14 @@ Left to itself vLLM takes nine tenths of the machine's memory.
 """
 
 
+class _Fresh(NamedTuple):
+    """What `submit` was given for completions without `cached_at`."""
+
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    images: Sequence[ImagePatches]
+
+
 class VllmEngine:
     """An `Engine` on vLLM.
 
@@ -113,6 +121,8 @@ class VllmEngine:
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
         self._sampling_params: dict[Sampling, SamplingParams] = {}
+        self._fresh: dict[str, _Fresh] = {}
+        """Unfinished completions whose prompts may not start on keys of earlier weights."""
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
@@ -142,6 +152,8 @@ class VllmEngine:
         cached_at: int | None = None,
     ) -> None:
         check_prompt_length(len(prompt_token_ids), self.info.max_model_len)
+        if cached_at is None:
+            self._fresh |= dict.fromkeys(request_ids, _Fresh(prompt_token_ids, sampling, images))
         params = self._sampling_params.get(sampling)
         if params is None:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
@@ -164,6 +176,8 @@ class VllmEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
+        for request_id in ids:
+            self._fresh.pop(request_id, None)
         num_running_tokens = self._num_running_tokens()
         self._engine.abort_request(list(ids))
         self._num_ended_tokens += num_running_tokens - self._num_running_tokens()
@@ -181,7 +195,9 @@ class VllmEngine:
             # The worker has forgotten the vision tower's outputs; the scheduler must ask for them again.
             self._core.scheduler.reset_encoder_cache()
         if recompute_kv:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        else:
+            self._begin_waiting_anew()
 
     def score(self, token_ids: Sequence[int]) -> Score:
         request_id = "score"
@@ -205,6 +221,17 @@ class VllmEngine:
     def close(self) -> None:
         with _no_collections():
             self._engine.engine_core.shutdown()
+
+    def _begin_waiting_anew(self) -> None:
+        """Submit fresh prompts without a token again: under the salt of an earlier load they would start on its keys."""
+        states = self._engine.output_processor.request_states.values()
+        waiting = [
+            state.external_req_id for state in states if state.detokenizer is None or not state.detokenizer.num_output_tokens()
+        ]
+        for request_id in waiting:
+            if (fresh := self._fresh.get(request_id)) is not None:
+                self._engine.abort_request([request_id])
+                self.submit([request_id], fresh.prompt_token_ids, fresh.sampling, fresh.images)
 
     def _finish_steps_in_flight(self) -> None:
         """Read the tokens of all steps that have begun; they belong to the weights that the steps began with."""
@@ -250,6 +277,7 @@ class VllmEngine:
         assert sampled.finish_reason in ("stop", "length"), f"{output.request_id} ended by {sampled.finish_reason}"
         assert isinstance(sampled.logprobs, FlatLogprobs)
         assert sampled.weight_versions is not None
+        self._fresh.pop(output.request_id, None)
         token_ids = np.array(sampled.token_ids, np.int32)
         self._num_ended_tokens += len(token_ids)
         self._num_prompt_tokens += len(output.prompt_token_ids or ())

@@ -129,6 +129,7 @@ RESERVED = {
         "per_request_processors": "every lease has its temperature",
         "use_async_batching": "tokens of a step in flight would be counted under the wrong policy version",
         "allow_block_sharing": "new prompts would be continued from keys of older weights",
+        "cpu_offload_space": "completions would be continued from keys of older weights, under the newer version alone",
         "seed": "every actor has its own",
     },
 }

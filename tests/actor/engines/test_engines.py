@@ -32,7 +32,7 @@ EOS = 2
 PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 12], [20], [11, 12, 13, 14, 15, 16, 17, 18]]
 
 
-def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
+def start(kind: str, folder: Path, *, records_experts: bool = False, **options: int) -> Engine:
     if kind == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     if kind == "own caches":
@@ -48,7 +48,7 @@ def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
             max_model_len=MAX_MODEL_LEN,
             hashes=ModelHashes("", "", ""),
             seed=3,
-            options={},
+            options=options,
             records_experts=records_experts,
         ),
     )
@@ -250,6 +250,41 @@ def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
     assert_logprobs(references[1], prompt, finished["new"])
     expected = reference_logprobs(references[0], prompt, finished["old"].token_ids.tolist())
     np.testing.assert_allclose(finished["old"].behavior_logprobs[:5], expected[:5], atol=TOLERANCE)
+
+
+def test_completions_that_wait_at_an_update_start_on_keys_of_the_new_weights(engine, references):
+    """An engine takes in so many completions at once; the others' prompt is in the cache of those that run."""
+    prompt = [5 + index % 30 for index in range(200)]
+    load(engine, references[0], 0)
+    engine.submit([f"a/{index}" for index in range(300)], prompt, Sampling(3))
+    finished = step(engine, 2)
+    load(engine, references[1], 1, recompute_kv=False)
+    finished |= finish(engine)
+    assert len(finished) == 300
+    after = [completion for completion in finished.values() if completion.segments == (Segment(1, 0),)]
+    for completion in after[::20]:
+        assert_logprobs(references[1], prompt, completion)
+
+
+@pytest.mark.parametrize("ended", ["restarted", "aborted"])
+def test_completions_go_on_when_those_that_filled_the_cache_are_restarted_or_aborted(tiny_model, references, ended):
+    engine = start("transformers", tiny_model, page_size=16, num_blocks=24, max_batch_tokens=64)
+    load(engine, references[0], 0)
+    batches = vars(engine)["_batches"]
+    batches._eos_token_ids = []
+    scheduler = batches._batches.scheduler
+    engine.submit([str(index) for index in range(4)], PROMPTS[0], Sampling(200))
+    while not scheduler.block_new_requests:
+        assert step(engine, 1) == {}
+    if ended == "restarted":
+        load(engine, references[1], 1)
+    else:
+        engine.abort(list(scheduler.active_requests))
+    engine.submit(["new"], PROMPTS[0], Sampling(2))
+    num_left = engine.num_unfinished
+    finished = step(engine, 1000)
+    engine.close()
+    assert len(finished) == num_left >= 2
 
 
 def test_aborted_completions_are_never_returned(engine, references):
