@@ -118,8 +118,8 @@ class Member:
 
     @property
     def takes_leases(self) -> bool:
-        """True when the actor may be sent leases, if it has room."""
-        return self.is_reachable and not self.is_quarantined
+        """True when the actor may be sent leases, if it has room. An actor without weights takes none."""
+        return self.policy_version is not None and self.is_reachable and not self.is_quarantined
 
     @property
     def free(self) -> int:

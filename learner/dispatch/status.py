@@ -145,8 +145,7 @@ class FleetMeter:
 
     def _takers(self) -> list[Member]:
         """Return the members that take leases."""
-        members = (member for member in self._roster if member.takes_leases and member.capacity)
-        return [member for member in members if member.policy_version is not None]
+        return [member for member in self._roster if member.takes_leases and member.capacity]
 
     def _take_waits(self, members: list[Member]) -> float:
         before, self._spent = self._spent, {}

@@ -378,3 +378,17 @@ def test_time_counts_as_held_back_while_an_actor_has_room_and_staleness_has_no_l
     desk.tick(1.0)
     # The run has no more leases than these.
     assert desk.dispatcher.take_fleet_use().held_back_s == 0.0
+
+
+def test_new_actor_that_has_no_weights_yet_is_not_held_back_by_staleness() -> None:
+    desk = Desk("staleness.max_staleness=0", "train.groups_per_step=2")
+    busy = Actor(desk, "busy").join(capacity=2)
+    assert len(busy.leases()) == 2
+    new = Actor(desk, "new").join(capacity=4, policy_version=None)
+    desk.tick()
+    desk.tick(2.0, busy, new)
+    assert desk.dispatcher.take_fleet_use().held_back_s == 0.0
+    new.commit(0)
+    desk.tick()
+    desk.tick(2.0, busy, new)
+    assert desk.dispatcher.take_fleet_use().held_back_s == 2.0
