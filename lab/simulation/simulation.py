@@ -28,7 +28,7 @@ from offbeat.lab.simulation.account import Account, Scaling, Totals
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
 from offbeat.lab.simulation.timings import EventKind, Fleet, Timings, WorkClock, draw
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
+from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 
@@ -134,7 +134,7 @@ class Simulation:
         self._clock = WorkClock(fleet.cores, timings.load)
         self._account = Account()
         self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(
-            policy, evaluations, self._account, make_target(policy)
+            policy, evaluations, self._account, LeaseTarget(policy)
         )
         self._actors = SimulatedActors(
             self._clock,

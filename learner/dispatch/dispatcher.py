@@ -41,7 +41,7 @@ from offbeat.learner.leases.groups import Group, TaskResults, task_results
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.log_reading import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompts
-from offbeat.learner.leases.scheduler import RolloutScheduler, make_target
+from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.protocols import messages
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
@@ -107,7 +107,7 @@ class Dispatcher:
         failures = self._failures = LeaseFailures(config.run.max_failed_leases, wake)
         evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
         self._evaluations = evaluations
-        target = make_target(settings.staleness)
+        target = LeaseTarget(settings.staleness)
         scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, target)
         self._scheduler = scheduler
         roster = self._roster = Roster(contract, config.hub, versions, queue, within_budget(config, failures, record))

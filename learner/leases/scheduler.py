@@ -144,18 +144,13 @@ class LeaseTarget:
             self._spare.clear()
 
 
-def make_target(policy: StalenessPolicy) -> LeaseTarget | None:
-    """Return the target of a run by `staleness.target`; None where the bound alone limits the leases."""
-    return LeaseTarget(policy) if policy.bounds.target == "auto" else None
-
-
 class RolloutScheduler(Generic[G]):
     """Drives a `StalenessPolicy` over the books of one run. It has no clock, no sockets, and no state but its target's."""
 
     def __init__(
         self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G], target: LeaseTarget | None = None
     ) -> None:
-        """Create a scheduler. Without a `target`, as many leases are open as the bound admits."""
+        """Create a scheduler. The bound alone limits the leases without a `target`, or while `staleness.target` is not auto."""
         self.policy = policy
         """The bound that the rounds go by."""
         self._evaluations = evaluations
@@ -165,7 +160,8 @@ class RolloutScheduler(Generic[G]):
     @property
     def lease_limit(self) -> int:
         """Largest number of leases that are granted and neither trained nor dropped."""
-        return self.policy.most_open if self._target is None else self._target.limit
+        target = self._target_in_force
+        return self.policy.most_open if target is None else target.limit
 
     def ask(self, at: float) -> None:
         """Note that the learner is free for a batch at this time; repeated until it gets one."""
@@ -187,14 +183,14 @@ class RolloutScheduler(Generic[G]):
         round_ = self._evaluations.begin()
         while round_ is not None and round_.has_prompt and actors.lease_evaluation(round_):
             pass
-        num_open = self._books.num_open
+        num_open, target = self._books.num_open, self._target_in_force
         # The place in line decides when a group is trained, and so which weights it may be generated under.
         for place in range(num_open, num_open + self.policy.admit(policy_version, num_open)):
             min_version = self.policy.min_policy_version(policy_version, place)
-            if self._target is not None:
-                if place >= self._target.limit:
+            if target is not None:
+                if place >= target.limit:
                     return
-                min_version = max(min_version, self._target.min_policy_version(policy_version, place))
+                min_version = max(min_version, target.min_policy_version(policy_version, place))
             if not actors.lease_training(min_version):
                 return
 
@@ -238,3 +234,8 @@ class RolloutScheduler(Generic[G]):
             return
         for group in self.policy.evict(self._books.ready_groups(), policy_version):
             drop(group)
+
+    @property
+    def _target_in_force(self) -> LeaseTarget | None:
+        # `staleness.target` may change during the run. The target is told of every batch, so that it can take over at any time.
+        return self._target if self.policy.bounds.target == "auto" else None

@@ -45,6 +45,36 @@ def test_wider_bound_is_leased_by_at_once_and_a_narrower_one_holds_back() -> Non
     assert actor.leases() == []
 
 
+def test_target_that_is_changed_decides_the_next_leases_in_either_direction() -> None:
+    desk = Desk("staleness.target=auto", "staleness.max_staleness=4", "train.groups_per_step=1", "train.num_steps=50")
+    actor = Actor(desk, "a").join(capacity=10)
+    assert len(actor.leases()) == 2
+    desk.tune(staleness__target='"bound"')
+    assert desk.dispatcher.lease_limit() == 5
+    assert len(actor.leases()) == 3
+    desk.tune(staleness__target='"auto"')
+    assert desk.dispatcher.lease_limit() == 2
+    actor.answer(0)
+    desk.train()
+    actor.commit(1)
+    assert actor.leases() == [], "four are open"
+
+
+def test_target_that_is_changed_while_the_learner_waits_for_a_batch_knows_of_the_wait() -> None:
+    desk = Desk("staleness.max_staleness=4", "train.groups_per_step=1")
+    actor = Actor(desk, "a").join(capacity=1)
+    for version in range(2):
+        (lease,) = actor.leases()
+        assert desk.batch() is None
+        desk.tick(1.0, actor)
+        actor.answer(lease.lease_id, policy_version=version)
+        if version:
+            desk.tune(staleness__target='"auto"')
+        desk.train()
+        actor.commit(version + 1)
+    assert desk.dispatcher.lease_limit() == 3, "one group was missing"
+
+
 def test_bound_that_was_lowered_drops_what_waits_in_the_buffer() -> None:
     desk = Desk("staleness.max_staleness=3", "staleness.staleness_policy=drop", "train.groups_per_step=1")
     actor = Actor(desk, "a").join(capacity=2)
