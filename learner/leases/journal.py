@@ -98,9 +98,9 @@ class LeaseJournal:
             del self.waiting[0]
 
     def require_room(self) -> None:
-        """Raise `LogFullError` while the disk is about to be full, or waiting events cannot be logged."""
+        """Raise `LogFullError` while the log is full, or waiting events cannot be logged."""
         if self._log is not None and self._log.is_full:
-            raise LogFullError("the disk under the rollout log has less than log.min_free_mb left")
+            raise LogFullError("the disk under the rollout log refused a record, or has less than log.min_free_mb left")
         self.flush()
 
     def sync(self) -> None:

@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +90,8 @@ class RolloutLog:
         self._has_unsynced_name = False
         self._next_sync = self._next_look = clock()
         self._is_full = False
+        self._refused_bytes = 0
+        """Size of the largest record that found no space since the log was last known to have room."""
 
     @property
     def end(self) -> log_reading.Position:
@@ -97,11 +100,14 @@ class RolloutLog:
 
     @property
     def is_full(self) -> bool:
-        """A record found no space, or less than `min_free_bytes` is free; looked up at most once a second."""
+        """A record found no space, or less than `min_free_bytes` is free; looked up at most once a second.
+
+        After a refused record it stays True until a trial write of the same size succeeds.
+        """
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
-            self._is_full = shutil.disk_usage(self._folder).free < self._min_free_bytes
+            self._is_full = shutil.disk_usage(self._folder).free < self._min_free_bytes or not self._fits_refused()
         return self._is_full
 
     def append(self, event: LeaseEvent, *arrays: log_reading.Buffer | NDArray[Any]) -> log_reading.Position:
@@ -119,6 +125,7 @@ class RolloutLog:
             if error.errno not in _FULL:
                 raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
             self._is_full, self._next_look = True, self._clock() + LOOK_S
+            self._refused_bytes = max(self._refused_bytes, num_bytes)
             raise log_reading.LogFullError(error.errno, os.strerror(error.errno), path) from error
         position = self.end
         self._offset += num_bytes
@@ -190,6 +197,24 @@ class RolloutLog:
             if num_bytes <= log_reading.HEADER_BYTES:
                 path.unlink()
         return log_reading.Position(0, 0)
+
+    def _fits_refused(self) -> bool:
+        """Return whether a record of `_refused_bytes` would fit now, and forget the refused record if so."""
+        # The free space of the disk shows neither a quota nor a limit on the size of files.
+        if not self._refused_bytes:
+            return True
+        try:
+            # Not in the segment: a reader that has mapped it is killed when the segment is cut off again.
+            with patiently(lambda: tempfile.TemporaryFile(dir=self._folder, buffering=0)) as file:
+                file.seek(self._offset)
+                # Random bytes, because a compressing file system stores zeros in no space.
+                _write_all(file.fileno(), [os.urandom(self._refused_bytes)], self._refused_bytes)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return False
+        self._refused_bytes = 0
+        return True
 
     def _write(self, parts: Sequence[log_reading.Buffer], num_bytes: int) -> None:
         """Append to the current segment's file, or leave the file as it was."""

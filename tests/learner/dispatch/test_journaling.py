@@ -1,5 +1,6 @@
 """The dispatcher writes the rollout log, also at the end of a pass over the data."""
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,32 @@ def test_full_log_no_lease_no_acknowledgement_no_expiry_then_all_goes_on(log: Wi
     assert len(desk.train()) == 1
     counts = desk.dispatcher.counts()
     assert (counts.trained, counts.dropped, counts.expired) == (1, {"reward_error": 1}, 0)
+
+
+def test_limit_that_the_free_space_does_not_show_is_one_full_log_and_moves_no_deadline(tmp_path: Path) -> None:
+    now = 0.0
+    log = RolloutLog(tmp_path, run_id="run", fsync="off", retain_bytes=1 << 20, min_free_bytes=0, clock=lambda: now)
+    desk = Desk("staleness.max_staleness=8", log=log)
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    deadlines = dict(desk.lease_desk.deadlines)
+    actor.credit(2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.end.offset + 10, limits[1]))
+    try:
+        for _ in range(20):
+            now += 1.0
+            desk.tick(1.0, actor)
+            assert desk.lease_desk.deadlines == deadlines
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (len(desk.events("log_full")), desk.events("log_has_room")) == (1, [])
+    now += 1.0
+    desk.tick(1.0, actor)
+    assert (len(desk.events("log_full")), len(desk.events("log_has_room"))) == (1, 1)
+    assert len(actor.heard(Lease)) == 1
+    assert actor.answer(lease.lease_id).outcome == "accepted"
+    log.close()
 
 
 def test_what_cannot_wait_for_room_is_logged_later_in_its_order(log: WillingLog) -> None:

@@ -99,6 +99,31 @@ def test_a_record_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
     assert lease_ids(tmp_path) == [1, 3]
 
 
+def test_limit_that_the_free_space_does_not_show_is_full_until_the_refused_record_would_fit(tmp_path: Path) -> None:
+    clock = Clock()
+    log = open_log(tmp_path, clock=clock)
+    append_all(log, [dropped(1)])
+    end = log.end
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (end.offset + 50_000, limits[1]))
+        with pytest.raises(LogFullError, match="File too large"):
+            log.append(*accepted(2))
+        # A smaller record still fits, which says nothing about the large one.
+        append_all(log, [dropped(3)])
+        for _ in range(3):
+            clock.now += 1.0
+            assert log.is_full
+        assert [path.name for path in tmp_path.iterdir() if path.name != "lock"] == ["00000001.log"]
+        assert segments(tmp_path)[0].stat().st_size == log.end.offset
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    clock.now += 1.0
+    assert not log.is_full
+    log.append(*accepted(4))
+    assert lease_ids(tmp_path) == [1, 3, 4]
+
+
 @given(st.integers(1, 600))
 def test_a_write_that_was_cut_short_is_continued(num_first: int) -> None:
     def write_a_part(descriptor: int, parts: list[bytes]) -> int:
