@@ -145,6 +145,8 @@ _LOOKED_AT: dict[str, tuple[int, int]] = {
     "socketpair": (53, 199),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
     "kill": (62, 129),
     "tgkill": (234, 131),
     "prlimit64": (302, 261),
@@ -189,7 +191,9 @@ def seccomp_filter(pid: int | None) -> bytes:
     lines += _when(number["prctl"], _unless_one_of(0, (_PR_SET_PDEATHSIG,)))
     lines += _when(number["ioctl"], _unless_one_of(1, _OWNER_REQUESTS))
     own = [] if pid is None else [_argument(0), _line(_EQUAL, pid, 1, 0), _refuse()]
-    # A program that is killed by SIGKILL was killed from outside: it did not end itself in that way.
+    # A program that is killed by SIGKILL was killed from outside: it did not end itself in that way, or with such a status.
+    killed = [_argument(0), _line(_AND, 0xFF), _line(_EQUAL, 128 + signal.SIGKILL, 0, 1), _line(_RETURN, _KILL), _allow()]
+    lines += [*_when(number["exit"], killed), *_when(number["exit_group"], killed)]
     lines += _when(number["kill"], [*own, *_unless_one_of(1, (signal.SIGKILL,))])
     lines += _when(number["tgkill"], [*own, *_unless_one_of(2, (signal.SIGKILL,))])
     if pid is not None:

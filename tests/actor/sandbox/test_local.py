@@ -145,6 +145,12 @@ def test_program_killed_from_outside_is_a_failure_of_the_sandbox(box: Local) -> 
         asyncio.run(kill())
 
 
+@pytest.mark.parametrize("end", ["sys.exit(137)", "sys.exit(-119)", "os._exit(137)"])
+def test_program_with_the_exit_status_of_a_killed_one_has_a_result(box: Local, end: str) -> None:
+    result = asyncio.run(box.run(f"import os, sys; {end}"))
+    assert result.exit_code == 128 + signal.SIGSYS
+
+
 def test_only_its_own_folder_can_be_written(box: Local) -> None:
     use(box)
     code = """
