@@ -26,7 +26,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.deploy.clusters.services import NOTICE_S
 from offbeat.deploy.experiments.jobs import alone_in
-from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
+from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, PlannedTrial, has_ended, read_plan, read_run
 from offbeat.protocols.addresses import address_file, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder:
         swept = [f"{setting}={value}" for setting, value in zip(plan.settings, planned.values, strict=True)]
         try:
             config = load(config_file, [*overrides, *swept])
-            config = _as_trial(config, planned.seed, folder / planned.name)
+            config = _as_trial(config, planned, folder / planned.name)
             warnings |= dict.fromkeys(check(config))
         except SettingError as error:
             raise _of_trial(planned.name, error) from error
@@ -99,17 +99,17 @@ def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
         files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
-def _as_trial(config: Config, seed: int, folder: Path) -> Config:
+def _as_trial(config: Config, planned: PlannedTrial, folder: Path) -> Config:
     address = config.hub.address
     if is_loopback(address):
         # A free port for each run: jobs of a cluster may share a machine.
         address = f"{address.rpartition(':')[0]}:0"
     elif (file := address_file(address)) is not None:
         address = f"file:{folder / file.name}"
-    mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{folder.name}"
+    mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{planned.name}"
     return replace(
         config,
-        run=replace(config.run, dir=str(folder), seed=seed, resume=False, mirror=mirror),
+        run=replace(config.run, dir=str(folder), seed=planned.seed, resume=False, mirror=mirror),
         hub=replace(config.hub, address=address),
     )
 
@@ -158,8 +158,8 @@ def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping
     for section in {**there, **here}:
         old, new = there.get(section, {}), here.get(section, {})
         for key in {**old, **new}:
-            # The same folder may be written in another way.
-            if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
+            # The same folder may be written in another way, and a mirror may be moved.
+            if old.get(key) != new.get(key) and (section, key) not in (("run", "dir"), ("run", "mirror")):
                 yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
 
 

@@ -8,6 +8,7 @@ import re
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -33,9 +34,16 @@ class Opening(msgspec.Struct, frozen=True):
     kind: Kind
     project: str
     folder: str
-    """The run's folder, whose name is the run's."""
+    """The run's folder."""
     settings: dict[str, str]
     """The value of each setting, without secrets."""
+
+    @property
+    def name(self) -> str:
+        """The run's name: that of its folder, after the values that it has in a sweep: `max_staleness=4 seed=1`."""
+        folder = Path(self.folder)
+        values = [*takewhile(lambda part: "=" in part, reversed(folder.parts))]
+        return " ".join(reversed(values)) or folder.name
 
 
 class Tracker(Protocol):
@@ -98,9 +106,10 @@ class WandbTracker:
         import wandb  # pyright: ignore[reportMissingImports]
 
         run_id = read_id(opening) or keep_id(opening, uuid.uuid4().hex[:16])
-        folder = Path(opening.folder)
         config = {"offbeat": opening.settings}
-        self._run = wandb.init(project=opening.project, name=folder.name, dir=folder, id=run_id, resume="allow", config=config)
+        self._run = wandb.init(
+            project=opening.project, name=opening.name, dir=opening.folder, id=run_id, resume="allow", config=config
+        )
         self._run.define_metric("*", step_metric="policy_version")
         self._table: Any = wandb.Table
         self._samples: deque[SampleRow] = deque(maxlen=MAX_TABLE_SAMPLES)
@@ -153,7 +162,7 @@ class MlflowTracker:
     def _begin(self, opening: Opening) -> str:
         experiment = self._client.get_experiment_by_name(opening.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(opening.project)
-        run = self._client.create_run(experiment_id, run_name=Path(opening.folder).name)
+        run = self._client.create_run(experiment_id, run_name=opening.name)
         # Only here: MLflow refuses another value of a parameter, and settings may differ when the run goes on.
         parameters = [self._parameter_type(setting, value) for setting, value in opening.settings.items()]
         for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
@@ -177,7 +186,7 @@ class TrackioTracker:
         import trackio  # pyright: ignore[reportMissingImports]
 
         # Folders of equal names are runs of their own.
-        name = read_id(opening) or keep_id(opening, f"{Path(opening.folder).name}-{uuid.uuid4().hex[:8]}")
+        name = read_id(opening) or keep_id(opening, f"{opening.name}-{uuid.uuid4().hex[:8]}")
         self._run = trackio.init(opening.project, name, config=dict(opening.settings), resume="allow", embed=False)
 
     def add(self, row: Row) -> None:

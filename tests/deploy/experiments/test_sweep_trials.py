@@ -107,6 +107,19 @@ def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(swee
     assert config.hub.address == "tcp://127.0.0.1:0", "any free port: runs may share a machine"
 
 
+def test_each_run_has_a_place_of_its_own_below_the_mirror(sweep: Sweep) -> None:
+    trials = sweep.trials("4", "8", seeds=2, overrides=["run.mirror=s3://bucket/sweep/"])
+    assert [trial.config.run.mirror for trial in trials] == [
+        f"s3://bucket/sweep/max_staleness={bound}/seed={seed}" for seed in (0, 1) for bound in (4, 8)
+    ]
+
+
+def test_sweep_is_continued_with_its_mirror_elsewhere(sweep: Sweep) -> None:
+    sweep.trials("4", overrides=["run.mirror=s3://bucket/seed=0"])
+    sweep.trials("4", overrides=["run.mirror=s3://other"])
+    assert load(sweep.folder / "max_staleness=4" / "seed=0" / "run.toml").run.mirror == "s3://other/max_staleness=4/seed=0"
+
+
 def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
     plan = make_plan(["objective=gspo,grpo"], num_seeds=1, first_seed=0)
     gspo, grpo = make_trials(plan, sweep.home / "run.toml", [], sweep.folder)

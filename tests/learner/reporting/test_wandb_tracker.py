@@ -65,6 +65,13 @@ def test_run_keeps_its_id_over_a_restart(tmp_path: Path, wandb: Noted) -> None:
     assert wandb.axes[0] == ("*", "policy_version")
 
 
+def test_run_of_a_sweep_is_called_by_its_values_and_seed(tmp_path: Path, wandb: Noted) -> None:
+    folder = tmp_path / "max_staleness=4" / "groups_per_step=8" / "seed=1"
+    folder.mkdir(parents=True)
+    WandbTracker(Opening("wandb", "mine", str(folder), {}))
+    assert wandb.begun[0]["name"] == "max_staleness=4 groups_per_step=8 seed=1"
+
+
 def test_samples_are_a_growing_table_beside_the_numbers(tmp_path: Path, wandb: Noted) -> None:
     tracker = WandbTracker(Opening("wandb", "mine", str(tmp_path), {}))
     tracker.add(step(7))
