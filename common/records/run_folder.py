@@ -185,10 +185,10 @@ def set_aside_failed_start(folder: Path) -> Path | None:
     return target
 
 
-def not_writable(folder: Path, error: OSError) -> SettingError:
-    """Return the mistake of a run's folder that cannot be made or written, for the error that was raised then."""
+def not_writable(folder: Path, error: OSError, setting: str = "run.dir") -> SettingError:
+    """Return the mistake of a folder that cannot be made or written, for the error that was raised then."""
     problem = f"the folder cannot be written ({error.strerror})"
-    return SettingError("run.dir", str(folder), problem, "Name a folder that you may write to.")
+    return SettingError(setting, str(folder), problem, "Name a folder that you may write to.")
 
 
 def _lock(file: BinaryIO, folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.run_folder import not_writable
 
 LOOK_S = 1.0
 """Longest time between two looks at whether to stop."""
@@ -59,14 +60,19 @@ class FolderBusyError(SettingError):
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, *, name: str = LOCK_FILE, wait_s: float = 0.0) -> Iterator[None]:
+def alone_in(folder: Path, *, name: str = LOCK_FILE, wait_s: float = 0.0, setting: str = "--out") -> Iterator[None]:
     """Lock the folder by a file of this name, and make the folder if need be. The kernel frees the lock of a dead process.
 
-    Waits for: the end of another program's lock, `wait_s` seconds. Raises `FolderBusyError` when it still holds then.
+    Waits for: the end of another program's lock, `wait_s` seconds. Raises `FolderBusyError` when it still holds then, and
+    `SettingError` for a folder that cannot be made or written; `setting` is the option that names the folder.
     """
     deadline = time.monotonic() + wait_s
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / name).open("w")
+    except OSError as error:
+        raise not_writable(folder, error, setting) from error
+    with file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,6 +80,6 @@ def alone_in(folder: Path, *, name: str = LOCK_FILE, wait_s: float = 0.0) -> Ite
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
                     problem = "another sweep or study is running there"
-                    raise FolderBusyError("--out", str(folder), problem, "Wait for its end, or stop it.") from error
+                    raise FolderBusyError(setting, str(folder), problem, "Wait for its end, or stop it.") from error
             time.sleep(LOCK_LOOK_S)
         yield

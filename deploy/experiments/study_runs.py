@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def run_trials(
 
     Raises the error of a run that failed, and `SettingError` when another process writes to the file.
     """
-    with alone_in(file.parent, name=f".{file.name}.lock"), _processes(num_jobs) as processes:
+    with _alone_with(file), _processes(num_jobs) as processes:
         jobs = run_jobs(
             todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
         )
@@ -175,6 +176,10 @@ def run_trials(
                 f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
                 f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
             )
+
+
+def _alone_with(file: Path) -> AbstractContextManager[None]:
+    return alone_in(file.parent, name=f".{file.name}.lock", setting="FOLDER")
 
 
 def _processes(num_jobs: int) -> ProcessPoolExecutor:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.processes import files
-from offbeat.common.records.run_folder import decide_resume
+from offbeat.common.records.run_folder import decide_resume, not_writable
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
@@ -88,15 +88,18 @@ def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
     """Write the plan and the runs' settings into the sweep's folder.
 
     Waits for: other shards that do the same. Raises `SettingError` when the folder holds another sweep: one with runs that this
-    plan lacks or has with other settings.
+    plan lacks or has with other settings; and when the folder cannot be written.
     """
     with alone_in(folder, wait_s=PREPARE_S):
         if (folder / PLAN_FILE).exists():
             _check_same(read_plan(folder), plan, trials, folder)
-        for trial in trials:
-            _write_config(trial)
-        # Written last: every run that a plan file names has its settings.
-        files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        try:
+            for trial in trials:
+                _write_config(trial)
+            # Written last: every run that a plan file names has its settings.
+            files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        except OSError as error:
+            raise not_writable(folder, error, "--out") from error
 
 
 def _as_trial(config: Config, planned: PlannedTrial, folder: Path) -> Config:

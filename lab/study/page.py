@@ -52,22 +52,30 @@ BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of
 def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:
     """Put the results into the page between its marks, and the pictures into the folder of its name; return what was written.
 
-    Raises `SettingError` where the page lacks the marks, or there are no rows.
+    Raises `SettingError` where the page lacks the marks, or cannot be read or written, or there are no rows.
     """
     if not rows:
         raise SettingError("FOLDER", "", "it holds no rows", "Run the study first, or name the folder of another.")
-    text = page.read_text(encoding="utf-8")
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        cure = f"Name a page that has {BEGIN} and {END}."
+        raise SettingError("--page", str(page), f"it cannot be read ({error.strerror})", cure) from error
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SettingError("--page", str(page), "it has no marks between which results belong", f"Add {BEGIN} and {END}.")
     folder = page.with_suffix("")
-    folder.mkdir(exist_ok=True)
     pictures = {folder / _picture_name(task, noise): _picture(rows, task, noise) for task, noise in _tables(rows)}
-    for file, svg in pictures.items():
-        file.write_text(svg, encoding="utf-8")
     results = "\n\n".join([_overview(rows), *_sections(rows, folder), _claims(rows), _signs(rows), *_probe_sections(probes)])
-    page.write_text(f"{before}{BEGIN}\n\n{results}\n\n{END}{after}", encoding="utf-8")
+    try:
+        folder.mkdir(exist_ok=True)
+        for file, svg in pictures.items():
+            file.write_text(svg, encoding="utf-8")
+        page.write_text(f"{before}{BEGIN}\n\n{results}\n\n{END}{after}", encoding="utf-8")
+    except OSError as error:
+        cure = "Name a page NAME.md beside which you may write."
+        raise SettingError("--page", str(page), f"{error.filename} cannot be written ({error.strerror})", cure) from error
     return [page, *pictures]
 
 

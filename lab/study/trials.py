@@ -144,7 +144,12 @@ def make_trials(
 
 
 def read_rows(folder: Path) -> list[StudyRow]:
-    """Return the rows of all files `rows*.jsonl` in the folder, the last one of a trial that has several."""
+    """Return the rows of all files `rows*.jsonl` in the folder, the last one of a trial that has several.
+
+    Raises `SettingError` for a file in the folder's place.
+    """
+    if folder.is_file():
+        raise SettingError("FOLDER", str(folder), "it is a file", "Name a study's folder, or one that is to be made.")
     files = sorted(folder.glob(f"{Path(ROWS_FILE).stem}*.jsonl"))
     rows = {row.trial: row for file in files for row in read_lines(file, StudyRow)}
     return list(rows.values())

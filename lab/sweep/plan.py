@@ -104,7 +104,7 @@ def read_plan(folder: Path) -> Plan:
     """Return the plan in a sweep's folder. `SettingError` when there is none, or it is damaged."""
     try:
         return msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise SettingError("--out", str(folder), f"it has no {PLAN_FILE}", "Name the folder of a sweep.") from error
     except msgspec.DecodeError as error:
         raise SettingError("--out", str(folder), f"its {PLAN_FILE} is damaged: {error}", "Name another folder.") from error

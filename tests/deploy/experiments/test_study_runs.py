@@ -16,7 +16,15 @@ from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import study_runs
 from offbeat.deploy.experiments.study_runs import make_config, run_trials
 from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
-from offbeat.lab.study.trials import OF_MIXTURES, Point, StudyRow, StudyTrial, make_trials, methods, read_rows
+from offbeat.lab.study.trials import (
+    OF_MIXTURES,
+    Point,
+    StudyRow,
+    StudyTrial,
+    make_trials,
+    methods,
+    read_rows,
+)
 
 
 def row_of(trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
@@ -141,7 +149,16 @@ def test_methods_train_on_as_many_completions_per_step_whatever_their_groups(nam
         ("--shard", "3"),
     ],
 )
-def test_wrong_arguments_are_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, str]) -> None:
-    with pytest.raises(SettingError, match=re.escape(arguments[0])):
+def test_wrong_arguments_are_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SettingError, match=f"^{re.escape(arguments[0])} = "):
         study(str(tmp_path), *arguments)
+    assert fake_runs.trials == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("--plan",), ("--page", "study.md")])
+def test_a_file_in_the_place_of_the_folder_is_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SettingError, match=f'^FOLDER = "{file}": '):
+        study(str(file), *CHOSEN, *arguments)
     assert fake_runs.trials == []

@@ -160,12 +160,29 @@ def test_other_order_of_settings_is_another_sweep(sweep: Sweep) -> None:
                 prepare(plan, trials, sweep.folder)
 
 
-def test_folder_without_a_plan_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_plan_or_with_a_damaged_one_is_refused_as_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"it has no plan.json"):
         read_plan(tmp_path)
     (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(SettingError, match=r"it has no plan.json"):
+        read_plan(tmp_path / "plan.json")
     with pytest.raises(SettingError, match=r"its plan.json is damaged"):
         read_plan(tmp_path)
+
+
+def test_sweep_that_cannot_be_written_any_more_is_refused(sweep: Sweep) -> None:
+    sweep.trials("4")
+    # Stands for a folder that this user may only read.
+    (sweep.folder / "plan.json.partial").mkdir()
+    with pytest.raises(SettingError, match=r'--out = ".*/sweep": the folder cannot be written'):
+        sweep.trials("4")
+
+
+@pytest.mark.parametrize("out", ["run.toml", "run.toml/sweep", "/proc/sweep"])
+def test_folder_that_cannot_be_made_or_written_is_refused(sweep: Sweep, out: str) -> None:
+    sweep.folder = sweep.home / out
+    with pytest.raises(SettingError, match=rf'--out = ".*{out}": the folder cannot be written'):
+        sweep.trials("4")
 
 
 def test_plan_is_json_that_says_what_is_varied(sweep: Sweep) -> None:

@@ -71,6 +71,17 @@ def test_a_page_without_marks_or_rows_is_refused(tmp_path: Path) -> None:
     assert page.read_text() == f"{BEGIN}\n"
 
 
+def test_a_page_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r'--page = ".*/missing.md": it cannot be read \(No such file'):
+        write_page(ROWS, [], tmp_path / "missing.md")
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}{END}")
+    (tmp_path / "page").touch()
+    with pytest.raises(SettingError, match=r'--page = ".*/page.md": .*/page cannot be written \(File exists'):
+        write_page(ROWS, [], page)
+    assert page.read_text() == f"{BEGIN}{END}"
+
+
 def test_noise_has_a_table_and_a_picture_of_its_own(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN}{END}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.common.errors import SettingError
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.deploy.experiments.trials import make_trials, prepare
 from offbeat.lab.history import RunHistory, fold_rows
@@ -295,6 +296,13 @@ def test_sweep_without_runs_says_so_and_carries_no_plotly(tmp_path: Path) -> Non
     assert "Nothing can be said yet: 0, the reference, has no finished run." in text_of(page)
     assert told["recommendation"]["label"] is None
     assert len(page) < 60_000
+
+
+def test_report_that_cannot_be_written_names_the_folder(tmp_path: Path) -> None:
+    sweep_in(tmp_path, "max_staleness=0,4", seeds=1)
+    (tmp_path / "sweep.json.partial").mkdir()
+    with pytest.raises(SettingError, match=r'--out = ".*": the folder cannot be written'):
+        write_sweep_report(tmp_path, 0.02)
 
 
 def test_one_seed_has_numbers_and_no_spread(tmp_path: Path) -> None:
