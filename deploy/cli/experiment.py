@@ -229,6 +229,8 @@ def study_command(
     )
 
     configure_logs("study")
+    if probe:
+        _check_probe(noise, jobs, shard, plan=plan)
     if page is not None:
         from offbeat.lab.study.page import write_page
 
@@ -254,6 +256,20 @@ def study_command(
     run_study(QUICKSTART, part.of(trials), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
     if stop:
         raise typer.Exit(INTERRUPTED_STATUS)
+
+
+def _check_probe(noise: str, jobs: int, shard: str, *, plan: bool) -> None:
+    """Raise `SettingError` for an option that `--probe` would ignore."""
+    given = {
+        "--plan": plan,
+        "--shard": shard,
+        "--jobs": jobs if jobs > 1 else 0,
+        "--noise": noise if any(_noises(noise)) else "",
+    }
+    for option, value in given.items():
+        if value:
+            problem = "--probe would ignore it: it takes all its measurements, one after another and without noise"
+            raise SettingError(option, value, problem, f"Leave out {option} or --probe.")
 
 
 def _known(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -64,20 +64,24 @@ def run_probes(
     num_seeds: int,
     say: Callable[[str], None],
 ) -> None:
-    """Measure the gradients of those of the methods that have no row yet, one staleness after another."""
+    """Measure the gradients of those of the methods that have no row yet, one staleness after another.
+
+    Raises `SettingError` when another process measures into the same folder.
+    """
     from offbeat.deploy.experiments.study_tasks import TASKS
 
     file = folder / trials.PROBE_FILE
-    done = {(row.task, row.lag, row.seed, row.method) for row in trials.read_lines(file, trials.ProbeRow)}
-    for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-        fitting = [method for method in chosen if TASKS[task].is_mixture or method not in trials.OF_MIXTURES]
-        left = {method: trials.methods()[method] for method in fitting if (task, lag, seed, method) not in done}
-        if not left:
-            continue
-        TASKS[task].make()
-        for row in probe_lag(base, task, lag, seed, left):
-            trials.append_row(file, row)
-        say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
+    with _alone_with(file):
+        done = {(row.task, row.lag, row.seed, row.method) for row in trials.read_lines(file, trials.ProbeRow)}
+        for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
+            fitting = [method for method in chosen if TASKS[task].is_mixture or method not in trials.OF_MIXTURES]
+            left = {method: trials.methods()[method] for method in fitting if (task, lag, seed, method) not in done}
+            if not left:
+                continue
+            TASKS[task].make()
+            for row in probe_lag(base, task, lag, seed, left):
+                trials.append_row(file, row)
+            say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
 
 
 def _plan_text(todo: Sequence[trials.StudyTrial], rows: Sequence[trials.StudyRow]) -> str:

@@ -1,7 +1,7 @@
 """Claims about `deploy.experiments.study_runs` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +14,19 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import study_runs
+from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
 from offbeat.deploy.experiments.study_runs import make_config, run_trials
 from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
 from offbeat.lab.study.trials import (
     OF_MIXTURES,
+    PROBE_FILE,
     Point,
+    ProbeRow,
     StudyRow,
     StudyTrial,
     make_trials,
     methods,
+    read_lines,
     read_rows,
 )
 
@@ -56,6 +60,19 @@ class FakeRuns:
 def fake_runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     monkeypatch.setattr(type(TASKS["reversal"]), "make", lambda task: None)
     return FakeRuns(monkeypatch)
+
+
+@pytest.fixture
+def probed(fake_runs: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measurements that were made, which all end at once."""
+    measured: list[str] = []
+
+    def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[ProbeRow]:
+        measured.append(f"lag {lag}, seed {seed}: {', '.join(chosen)}")
+        return [ProbeRow(task, method, lag, seed, 1.0, 1.0, 0.0, 0.0) for method in chosen]
+
+    monkeypatch.setattr(study_runs, "probe_lag", probe_lag)
+    return measured
 
 
 def study(*arguments: str) -> str:
@@ -99,6 +116,19 @@ def test_a_plan_runs_nothing(fake_runs: FakeRuns, tmp_path: Path) -> None:
     assert f"{expected} runs are to be done\n" in study(str(tmp_path), "--plan")
     assert fake_runs.trials == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_probes_are_made_once(probed: list[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        study(str(tmp_path), *CHOSEN, "--probe")
+    assert probed == [f"lag {lag}, seed {seed}: gspo, grpo" for seed in (0, 1) for lag in (0, 4)]
+    assert len(read_lines(tmp_path / PROBE_FILE, ProbeRow)) == 8
+
+
+def test_two_processes_never_probe_into_the_same_folder(probed: list[str], tmp_path: Path) -> None:
+    with alone_in(tmp_path, name=f".{PROBE_FILE}.lock"), pytest.raises(FolderBusyError, match=r"^FOLDER = .* is running there"):
+        study(str(tmp_path), *CHOSEN, "--probe")
+    assert probed == []
 
 
 def test_a_stop_lets_the_runs_under_way_end(fake_runs: FakeRuns, tmp_path: Path) -> None:
@@ -147,18 +177,24 @@ def test_methods_train_on_as_many_completions_per_step_whatever_their_groups(nam
         ("--noise", "loud"),
         ("--shard", "3/3"),
         ("--shard", "3"),
+        ("--plan", "--probe"),
+        ("--shard", "0/2", "--probe"),
+        ("--jobs", "2", "--probe"),
+        ("--noise", "0.05", "--probe"),
     ],
 )
-def test_wrong_arguments_are_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_wrong_arguments_are_named(fake_runs: FakeRuns, probed: list[str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
     with pytest.raises(SettingError, match=f"^{re.escape(arguments[0])} = "):
         study(str(tmp_path), *arguments)
-    assert fake_runs.trials == []
+    assert fake_runs.trials == probed == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("--plan",), ("--page", "study.md")])
-def test_a_file_in_the_place_of_the_folder_is_named(fake_runs: FakeRuns, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--plan",), ("--probe",), ("--page", "study.md")])
+def test_a_file_in_the_place_of_the_folder_is_named(
+    fake_runs: FakeRuns, probed: list[str], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SettingError, match=f'^FOLDER = "{file}": '):
         study(str(file), *CHOSEN, *arguments)
-    assert fake_runs.trials == []
+    assert fake_runs.trials == probed == []
