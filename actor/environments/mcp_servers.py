@@ -73,20 +73,24 @@ class McpSession:
         except MCPError as error:
             if error.code in MISTAKES_OF_THE_MODEL:
                 return f"Error: {error.message}"
-            self._is_over.set()
+            self._end()
             raise ConnectionError(f"the MCP server {self._server} did not answer {name}: {error.message}") from error
         except TimeoutError as error:
-            self._is_over.set()
+            self._end()
             raise TimeoutError(f"the MCP server {self._server} did not answer {name} in time") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")
         return f"Error: {text}" if result.is_error else text
 
     async def close(self) -> None:
         """End it, and the process of a command."""
+        self._end()
+        await asyncio.wait([self._task])
+
+    def _end(self) -> None:
         self._is_over.set()
         if not self._begun.done():
+            # It waits for the server, and would not look.
             self._task.cancel()
-        await asyncio.wait([self._task])
 
     async def _hold(self, client: "Client") -> None:
         """Enter and leave the client in one task, as its library demands."""

@@ -113,3 +113,19 @@ def test_episode_may_have_a_server_of_its_own_which_ends_with_it(command: list[s
 def test_server_that_does_not_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no session with the MCP server /nowhere/server"):
         asyncio.run(mcp(["/nowhere/server"]).schemas())
+
+
+def test_shared_server_that_never_begins_is_ended_at_its_time_limit() -> None:
+    command = ["sleep", "617.5"]
+
+    async def try_twice() -> None:
+        server = mcp(command, start_timeout_s=0.2)
+        for _ in range(2):
+            async with server.session() as session:
+                with pytest.raises(TimeoutError, match="did not answer note in time"):
+                    await session.call("note", {})
+            # The library gives a server some time to end by itself.
+            await asyncio.wait([session._task], timeout=30)
+            assert servers_running(command) == 0
+
+    asyncio.run(try_twice())
