@@ -102,7 +102,7 @@ class TrainingLoop:
         return self.trainer.policy_version
 
     def run(self, stop: StopRequest) -> RunOutcome:
-        """Train to the end, or until `stop`.
+        """Train to the end, or until `stop`. Raises what ended the run early, or its last evaluation.
 
         Consumes: batches of groups. Waits for: the dispatcher, in `_wait_batch` and `_finish_evaluations`. Produces: published
         weights, checkpoints, rows, and the trained model.
@@ -122,6 +122,8 @@ class TrainingLoop:
         # After the model, which is worth more where the disk has room for one of them.
         if self.config.train.checkpoint_interval:
             self._save_checkpoint()
+        # An error ends the wait for the last evaluation too. It must not cost the model.
+        self.dispatcher.raise_if_failed()
         return "finished"
 
     def close(self) -> None:

@@ -179,10 +179,16 @@ class Dispatcher:
     def wait_evaluations(self, timeout_s: float) -> bool:
         """Wait until every due evaluation is finished; return False when the time is over.
 
-        Unblocked by: the end of the last round, or `fail`.
+        Unblocked by: the end of the last round, or an error that ends the run, which `raise_if_failed` raises.
         """
         with self._lock:
             return self._lock.wait_for(lambda: self._evaluations.rounds.is_idle or self._failures.error is not None, timeout_s)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that must end the run, if there is one."""
+        with self._lock:
+            if self._failures.error is not None:
+                raise self._failures.error
 
     def fail(self, error: BaseException) -> None:
         """Make the training thread raise this error."""
@@ -499,8 +505,7 @@ class Dispatcher:
     # Parts of the above
 
     def _select(self) -> list[Group] | None:
-        if self._failures.error is not None:
-            raise self._failures.error
+        self.raise_if_failed()
         return self._buffer.select()
 
     def _lose(self, member: Member, event: str, detail: str) -> None:

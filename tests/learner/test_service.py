@@ -111,6 +111,8 @@ class FakeDispatcher:
         self.signal_at = float("inf")
         """Time at which the run is asked to stop."""
         self.leave = True
+        self.failure: BaseException | None = None
+        """The error that ended the hub's thread during the last evaluation."""
 
     def doing(self, activity: str) -> None:
         self.activities.append(activity)
@@ -152,6 +154,10 @@ class FakeDispatcher:
         self.num_evaluation_waits -= 1
         self._clock.now += timeout_s
         return False
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def waiting_for(self) -> str:
         return "nothing"
@@ -426,6 +432,15 @@ def test_model_is_written_after_the_last_evaluation() -> None:
     assert bench.loop.run(bench.stop) == "finished"
     assert bench.dispatcher.num_evaluation_waits == 0
     assert bench.calls[-6:] == ["idle"] * 5 + ["save run/model"]
+
+
+def test_run_whose_hub_dies_during_the_last_evaluation_keeps_what_was_trained_and_fails() -> None:
+    bench = Bench(num_steps=1, checkpoint_interval=5)
+    bench.dispatcher.failure = OSError("the hub's socket broke")
+    with pytest.raises(OSError, match="socket broke"):
+        bench.learner.run(bench.stop)
+    assert bench.calls[-9:-7] == ["save run/model", "checkpoint 1"]
+    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("failed", "OSError: the hub's socket broke")
 
 
 @pytest.mark.parametrize(("signal_after_s", "waits"), [(3.0, 4), (1e9, 11)])

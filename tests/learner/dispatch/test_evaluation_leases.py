@@ -3,6 +3,8 @@
 import math
 import threading
 
+import pytest
+
 from offbeat.common.records.rows import EvalRow, EvalSampleRow
 from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 from offbeat.protocols.messages import (
@@ -61,6 +63,15 @@ def test_thread_that_waits_for_evaluations_is_woken_by_the_last_answer() -> None
     trainer.join(5.0)
     assert not trainer.is_alive()
     assert finished == [True]
+
+
+def test_error_that_ends_the_wait_for_the_last_evaluation_is_raised() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
+    desk.dispatcher.raise_if_failed()
+    desk.dispatcher.fail(OSError("hub"))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    with pytest.raises(OSError, match="hub"):
+        desk.dispatcher.raise_if_failed()
 
 
 def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_completes() -> None:
