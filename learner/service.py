@@ -101,6 +101,11 @@ class TrainingLoop:
         """The trainer's."""
         return self.trainer.policy_version
 
+    @property
+    def _is_trained(self) -> bool:
+        """True after the last step, and from the start when a run is resumed there."""
+        return self.trainer.policy_version >= self.config.train.num_steps
+
     def run(self, stop: StopRequest) -> RunOutcome:
         """Train to the end, or until `stop`. Raises what ended the run early, or its last evaluation.
 
@@ -109,7 +114,7 @@ class TrainingLoop:
         """
         # Published before any wait for data, because the actors need these weights to produce it.
         self._publish(Phases(self.dispatcher.doing))
-        while self.trainer.policy_version < self.config.train.num_steps:
+        while not self._is_trained:
             phases = Phases(self.dispatcher.doing)
             phases.begin("wait_rollouts", "waiting for rollouts")
             groups = self._wait_batch(stop)
@@ -176,9 +181,8 @@ class TrainingLoop:
         policy_version = self.trainer.policy_version
         self.dispatcher.finish_batch(groups, policy_version)
         self.wake_hub()
-        is_last = policy_version >= self.config.train.num_steps
-        if is_last or _passes(self.config.weights.interval, first_version, policy_version):
-            self._publish(phases, last=is_last)
+        if self._is_trained or _passes(self.config.weights.interval, first_version, policy_version):
+            self._publish(phases)
         if _passes(self.config.train.checkpoint_interval, first_version, policy_version) or self.dispatcher.is_log_over():
             self._save_checkpoint()
         fleet = self.dispatcher.take_fleet_use()
@@ -218,7 +222,7 @@ class TrainingLoop:
         self._trained_with = (loss, train)
         self.trainer.tune(clip_low=loss.clip_low, clip_high=loss.clip_high, learning_rate=train.learning_rate)
 
-    def _publish(self, phases: Phases, *, last: bool = False) -> None:
+    def _publish(self, phases: Phases) -> None:
         """Publish the weights, once a buffer is free to be filled."""
         version = self.trainer.policy_version
         phases.begin("publish_wait", f"publishing weights {version}")
@@ -229,7 +233,7 @@ class TrainingLoop:
             self.canary.add(version, score.logprobs)
             self.routing.add(version, score.routing)
             self.publisher.publish(version)
-            self.dispatcher.publish(version, last=last)
+            self.dispatcher.publish(version, last=self._is_trained)
         self.wake_hub()
         phases.begin("checkpoint")
 

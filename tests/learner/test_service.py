@@ -426,6 +426,13 @@ def test_trainer_is_tuned_once_when_its_settings_change() -> None:
     assert bench.calls.index("train to 1") < bench.calls.index("tune " + bench.calls_of("tune")[0])
 
 
+def test_run_resumed_after_its_last_step_evaluates_the_last_version() -> None:
+    bench = Bench(num_steps=2)
+    bench.trainer.policy_version = 2
+    assert bench.loop.run(bench.stop) == "finished"
+    assert bench.calls == ["snapshot 2", "publish 2", "announce 2 last", "save run/model"]
+
+
 def test_model_is_written_after_the_last_evaluation() -> None:
     bench = Bench(num_steps=1)
     bench.dispatcher.num_evaluation_waits = 5
