@@ -96,7 +96,9 @@ class Answers:
         self._desk.release(member, lease_id)
         outcome = "accepted" if flaw is None else "rejected"
         self._send_queue.send(member.peer, Ack(lease_id=lease_id, outcome=outcome, detail=flaw or ""))
-        if flaw is not None:
+        if flaw is None:
+            self._failures.note_good_group()
+        else:
             self._rejections.count(member.name, flaw)
             report(self._record, EventRow(event="group_rejected", detail=flaw, actor=member.name, lease_id=lease_id))
             self._failures.count_lease(f"a group of {member.name} that cannot be trained on: {flaw}.")

@@ -76,14 +76,17 @@ class LeaseFailures:
                 RunFailedError(f"the last {self.num_in_a_row} leases failed (run.max_failed_leases), the last one with {last}")
             )
 
+    def note_good_group(self) -> None:
+        """End a row of failed leases: a group was good, of a training prompt or a held-out one."""
+        self.num_in_a_row = 0
+
     def end_run(self, error: BaseException) -> None:
         """Make the training thread raise this error."""
         self.error = error
         self._wake()
 
     def forget(self, prompt_id: int) -> None:
-        """Start both counts anew after a good group of this prompt."""
-        self.num_in_a_row = 0
+        """Forget the failed attempts of a training prompt after a good group of it."""
         self._by_prompt.pop(prompt_id, None)
 
 

@@ -121,6 +121,19 @@ def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> Non
     assert row.reward is not None and math.isnan(row.reward)
 
 
+def test_good_evaluation_group_ends_a_row_of_failed_leases() -> None:
+    settings = ("evaluation.interval=1", "evaluation.num_prompts=20", "run.max_failed_leases=2", "staleness.max_staleness=0")
+    desk = Desk(*settings, num_eval_prompts=20)
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(5):
+        actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_timeout"))
+        actor.heard(Ack)
+        (lease,) = actor.leases()
+        assert lease.prompt.startswith("held-out")
+        assert actor.answer(lease.lease_id, rewards=(1.0,)).outcome == "accepted"
+    desk.dispatcher.raise_if_failed()
+
+
 def test_evaluation_waits_for_weights_at_least_as_new() -> None:
     desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", policy_version=5)
     actor = Actor(desk, "a").join(capacity=9, policy_version=4)

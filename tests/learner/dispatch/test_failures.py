@@ -31,7 +31,7 @@ def test_failed_leases_in_a_row_end_the_run_and_wake_who_waits_for_groups() -> N
     failures, woken = make(max_failed_leases=3)
     for _ in range(2):
         failures.count_lease("a bad reward.")
-    failures.forget(7)
+    failures.note_good_group()
     for _ in range(2):
         failures.count_lease("a bad reward.")
     assert (failures.error, woken) == (None, [])
