@@ -214,14 +214,15 @@ class Roster:
         barred = self._barred.get((hello.actor, hello.incarnation))
         if barred is not None:
             return barred
-        if peer not in self._by_peer and len(self) >= self._hub.max_actors:
+        # Without a member of this name: the actor replaces it, after a restart for example.
+        others = [member.hello for member in self if member.peer != peer and member.name != hello.actor]
+        if len(others) >= self._hub.max_actors:
             return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
         most = self._contract.max_peers
-        if most is not None and peer not in self._by_peer and len(self) >= most:
+        if most is not None and len(others) >= most:
             return (
                 f"the learner may open too few files for more than {most} actors: raise the limit of its machine (ulimit -Hn)"
             )
-        others = (member.hello for member in self if member.peer != peer and member.name != hello.actor)
         reasons = (objection(self._contract, hello), source_objection(self._contract, hello, others))
         return "; ".join(filter(None, reasons)) or None
 

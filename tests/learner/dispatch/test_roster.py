@@ -126,6 +126,22 @@ def test_more_actors_than_the_run_takes_are_refused_and_those_in_it_stay() -> No
     assert [name for _, name, *_ in desk.dispatcher.members()] == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("max_actors", "max_peers", "limit"), [(2, None, "hub.max_actors = 2"), (100, 2, "too few files for more than 2 actors")]
+)
+def test_full_run_takes_the_restart_of_its_own_actor(max_actors: int, max_peers: int | None, limit: str) -> None:
+    desk = Desk(f"hub.max_actors={max_actors}", contract=CONTRACT._replace(max_peers=max_peers))
+    for name in ("a", "b"):
+        Actor(desk, name, incarnation=1).join(capacity=1)
+    restarted = Actor(desk, "b", incarnation=2)
+    restarted.hello()
+    assert len(restarted.heard(Welcome)) == 1
+    stranger = Actor(desk, "c")
+    stranger.hello()
+    assert limit in stranger.heard(Refused)[0].reason
+    assert [name for _, name, *_ in desk.dispatcher.members()] == ["a", "b"]
+
+
 def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None:
     desk = Desk()
     older = Actor(desk, "a", incarnation=1).join(capacity=2)
