@@ -55,7 +55,13 @@ def open_weight_hub(config: Config) -> Hub:
     keys = keys_of_learner(config.hub)
     interface = (config.hub.bind or config.hub.address).rpartition(":")[0]
     address = f"{interface}:{config.weights.pull_port or '*'}"
-    return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
+    return Hub(
+        address,
+        max_message_bytes=CHUNK_REQUEST_BYTES,
+        key=keys.key,
+        allowed=keys.allowed,
+        port_setting="weights.pull_port",
+    )
 
 
 def publish_address(setting: str, bound: str) -> str:

@@ -73,10 +73,11 @@ class Hub:
         key: KeyPair | None = None,
         allowed: AllowList | None = None,
         patience_s: float = 0.0,
+        port_setting: str = "hub.address (and hub.bind)",
     ) -> None:
         """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect.
 
-        A port that is taken is tried again for `patience_s` seconds.
+        A port that is taken is tried again for `patience_s` seconds. The error names `port_setting` as the place to change it.
         """
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
         self._guard = FloodGuard()
@@ -96,7 +97,7 @@ class Hub:
             self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
         self._connection_limit = ConnectionLimit(self._socket)
         try:
-            self._bind(bind, patience_s)
+            self._bind(bind, patience_s, port_setting)
         except ChannelError:
             self._close(linger_ms=0)
             raise
@@ -201,7 +202,7 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bind(self, address: str, patience_s: float) -> None:
+    def _bind(self, address: str, patience_s: float, port_setting: str) -> None:
         if not (is_loopback(address) or self._key_check is not None or not address.startswith("tcp://")):
             raise ChannelError(
                 f"hub.bind: {address} can be reached from other machines, and without keys anyone who reaches it can send "
@@ -216,8 +217,8 @@ class Hub:
                 if error.errno != zmq.EADDRINUSE or time.monotonic() >= deadline:
                     tried = f" for {patience_s:g} s" if patience_s else ""
                     raise ChannelError(
-                        f"hub.bind: cannot bind {address}{tried}: {error.strerror}. Stop the process that uses it, or set "
-                        "hub.address (and hub.bind) to another port."
+                        f"cannot bind {address}{tried}: {error.strerror}. Stop the process that uses it, or set {port_setting} "
+                        "to another port."
                     ) from error
                 if not is_told:
                     is_told = True

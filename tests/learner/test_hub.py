@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from offbeat.common.settings.config import Config, DataSection, ModelSection, WeightsSection
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.send_queue import Outgoing
-from offbeat.learner.hub import RECEIVE_S, SWITCH_S, HubThread
+from offbeat.learner.hub import RECEIVE_S, SWITCH_S, HubThread, open_weight_hub
 from offbeat.protocols import connection_limits as flood_guard
+from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.messages import Ack, Goodbye, LearnerMessage, Refused
 from offbeat.protocols.wire import FromActor
@@ -150,6 +152,15 @@ def test_thread_that_has_no_memory_to_report_its_end_reports_it_later(hub: Hub) 
     eventually(lambda: bool(problems))
     thread.close()
     assert [str(problem) for problem in problems] == ["the tick"]
+
+
+def test_port_of_the_weight_server_in_use_is_named_by_its_own_setting(hub: Hub) -> None:
+    port = int(hub.address.rpartition(":")[2])
+    model, data = ModelSection(path="model"), DataSection(train_data="data.jsonl")
+    config = Config(model=model, data=data, weights=WeightsSection(pull_port=port))
+    with pytest.raises(ChannelError, match=rf"cannot bind {hub.address}: .* set weights\.pull_port to another port") as raised:
+        open_weight_hub(config)
+    assert "hub." not in str(raised.value)
 
 
 def test_answers_do_not_wait_for_the_end_of_a_flood() -> None:
