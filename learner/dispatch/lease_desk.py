@@ -72,6 +72,10 @@ class EvaluationLeases:
         prompt = self._prompts[current.complete(done.lease_id, rollouts)]
         self._samples.record(prompt, rollouts[0], current.policy_version)
 
+    def give_back(self, lease_id: int) -> None:
+        """End a lease whose group will not come from its actor; its prompt goes to another."""
+        self._current().give_back(lease_id)
+
     def fail(self, lease_id: int, reason: str) -> None:
         """End a lease that brought nothing usable; its prompt gets another try, up to `MAX_LEASE_ATTEMPTS`."""
         self._current().fail(lease_id)
@@ -198,8 +202,7 @@ class LeaseDesk:
         """End a lease whose group will not come from this member; its prompt is re-queued."""
         if self._evaluations.holds(lease_id):
             self.release(member, lease_id)
-            self._evaluations.fail(lease_id, reason)
-            self._evaluations.end_round()
+            self._evaluations.give_back(lease_id)
         elif self._journal.ledger.status(lease_id) == "generating":
             self._expire(lease_id, reason)
             self.release(member, lease_id)
@@ -222,14 +225,21 @@ class LeaseDesk:
             self._send_queue.send(member.peer, Cancel(lease_ids=tuple(lease_ids)))
 
     def expire_late(self, roster: Roster, now: float) -> None:
-        """Give back the leases whose deadline is over."""
+        """End the leases whose deadline is over."""
         if self.is_log_full or now <= self._first_expiry:
             return
         late = {lease_id for lease_id, deadline in self.deadlines.items() if deadline < now}
         for member in roster if late else ():
             for lease_id in sorted(member.lease_ids & late):
+                reason = f"no group within {self._timeout_s:g} s"
                 self.cancel(member, [lease_id])
-                self.give_back(member, lease_id, f"no group within {self._timeout_s:g} s")
+                if self._evaluations.holds(lease_id):
+                    # An attempt, because a prompt that is late each time would hold up its round forever.
+                    self.release(member, lease_id)
+                    self._evaluations.fail(lease_id, reason)
+                    self._evaluations.end_round()
+                else:
+                    self.give_back(member, lease_id, reason)
         # No deadline is ever moved forward, and those of leases to come are later.
         self._first_expiry = min(self.deadlines.values(), default=now + self._timeout_s)
 

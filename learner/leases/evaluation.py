@@ -47,6 +47,10 @@ class Round:
         self.rollouts[prompt_id] = rollouts
         return prompt_id
 
+    def give_back(self, lease_id: int) -> None:
+        """Queue the prompt of a lease that was lost with its actor again; that is no attempt."""
+        self._waiting.append(self._leased.pop(lease_id))
+
     def fail(self, lease_id: int) -> None:
         """Queue the prompt of a lease without a result again, until its attempts are used up."""
         prompt_id, attempts_left = self._leased.pop(lease_id)

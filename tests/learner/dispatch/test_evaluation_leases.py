@@ -108,6 +108,28 @@ def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
     assert desk.dispatcher.wait_evaluations(0.0)
 
 
+def test_evaluation_leases_lost_with_their_actors_use_up_no_attempt() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
+    for _ in range(MAX_LEASE_ATTEMPTS):
+        lost = Actor(desk, "lost").join(capacity=1)
+        assert [lease.prompt for lease in lost.leases()] == ["held-out 0"]
+        lost.say(Goodbye(reason="SIGTERM"))
+    actor = Actor(desk, "a").join(capacity=1)
+    actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.num_completions, row.num_failed) == (1, 0)
+
+
+def test_evaluation_prompt_that_is_always_late_does_not_hold_up_the_round() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(MAX_LEASE_ATTEMPTS):
+        assert [lease.prompt for lease in actor.leases()] == ["held-out 0"]
+        desk.tick(LEASE_TIMEOUT_S + 1, actor)
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.num_completions, row.num_failed) == (0, 1)
+
+
 def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> None:
     desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", "run.max_failed_leases=100")
     actor = Actor(desk, "a").join(capacity=1)
