@@ -114,21 +114,26 @@ class Worker:
         returned, is_out_of_room = None, False
         try:
             returned = await self._function(self._chat(episode), msgspec.json.decode(play.row))
+            is_out_of_room = self._has_refused_turn(play)
         except NoRoom:
             is_out_of_room = True
         except asyncio.CancelledError:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")
         except USER_ERRORS as error:
             failed = self._failed(play, error)
-            session = self._sessions.get(play.episode)
             # Agents wrap the refusal in errors of their own. Services that are away have nothing to do with it.
-            is_out_of_room = session is not None and session.is_out_of_room and not failed.is_transient
+            is_out_of_room = self._has_refused_turn(play) and not failed.is_transient
             if not is_out_of_room:
                 return failed
         try:
             return self._ended(episode, returned, is_out_of_room=is_out_of_room)
         except USER_ERRORS as error:
             return self._failed(play, error)
+
+    def _has_refused_turn(self, play: PlayEpisode) -> bool:
+        """Return whether the last call of the episode's agents was refused because no token fitted."""
+        session = self._sessions.get(play.episode)
+        return session is not None and session.is_out_of_room
 
     def _failed(self, play: PlayEpisode, error: BaseException) -> Failed:
         failure = failure_of(error, file_of(self._function))

@@ -224,6 +224,27 @@ def test_agent_that_fails_for_want_of_room_has_its_rewards_so_far(tokenizer: Any
     asyncio.run(check())
 
 
+def test_episode_whose_function_returns_after_a_turn_that_did_not_fit_is_out_of_room(tokenizer: Any) -> None:
+    async def play(chat: Any, row: Any) -> float:
+        first = await ask(chat, PROMPT)
+        with pytest.raises(openai.BadRequestError):
+            await ask(chat, [*PROMPT, first, {"role": "user", "content": "long " * 400}])
+        if row["answer"] == first.content:
+            return 1.0
+        # It forgets its history, and goes on.
+        await ask(chat, PROMPT)
+        return 0.5
+
+    async def check() -> None:
+        for turns, expected in ((["4"], (1.0, True)), (["5", "4"], (0.5, False))):
+            async with playing(tokenizer, play, *turns) as (actor, _):
+                end = await actor.ends.get()
+                assert isinstance(end, Ended)
+                assert (end.reward, end.is_out_of_room) == expected
+
+    asyncio.run(check())
+
+
 def test_service_that_is_away_after_the_last_turn_that_fitted_gives_no_reward(tokenizer: Any) -> None:
     """The agent goes on without the turn, and its verifier is away: that is no reward of 0."""
 
