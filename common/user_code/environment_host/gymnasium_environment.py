@@ -62,16 +62,18 @@ class GymnasiumEnvironment:
         return f"{rules}\n{self._shown(environment, observation)}"
 
     def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
-        """Play the row's seed to its end; return the sum of the rewards."""
+        """Play the row's seed until it ends or the next turn does not fit; return the sum of the rewards."""
         environment = self._make()
         try:
             observation, _ = environment.reset(seed=row["seed"])
             messages = [{"role": "user", "content": self._first(environment, observation)}]
             total = 0.0
             for turn in range(1, self._max_turns + 1):
-                answer = chat.ask(messages)
+                answer = chat.next_text(messages)
+                if answer is None:
+                    break
                 chat.metric("turns", turn)
-                numbers = NUMBER.findall(answer["content"] or "")
+                numbers = NUMBER.findall(answer)
                 if not numbers or int(numbers[-1]) not in self._actions:
                     shown = f"Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
@@ -82,7 +84,7 @@ class GymnasiumEnvironment:
                     if terminated or truncated:
                         break
                     shown = self._shown(environment, observation)
-                messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": shown}]
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": shown}]
             return {"reward": total}
         finally:
             environment.close()

@@ -3,8 +3,8 @@
     task.environment = "harbor:tasks"          a task folder, or a folder of task folders
     environment.arguments = {max_turns = 10, command_timeout_s = 30, max_output_chars = 2000}
 
-instruction.md -> turn of the model -> its ```sh block runs -> output -> turn ... -> a turn without a block -> tests/test.sh
--> /logs/verifier/reward.txt or reward.json
+instruction.md -> turn of the model -> its ```sh block runs -> output -> turn ... -> a turn without a block, or no room for one
+-> tests/test.sh -> /logs/verifier/reward.txt or reward.json
 
 Each episode has a box: by bubblewrap, with the programs of this machine's /usr, every other file in memory, and no network. Of
 a Dockerfile, WORKDIR, ENV and COPY are followed. A task whose image installs something (RUN) or has a name needs `podman` or
@@ -237,7 +237,10 @@ class HarborEnvironment:
 
     def _work(self, chat: Any, messages: list[dict[str, Any]], box: Box) -> None:
         for turn in range(1, self._max_turns + 1):
-            text = chat.ask(messages)["content"] or ""
+            text = chat.next_text(messages)
+            if text is None:
+                # The tests judge what the earlier turns have done.
+                return
             chat.metric("turns", turn)
             block = BLOCK.search(text)
             if block is None:

@@ -11,7 +11,9 @@ One message is one line of JSON. The program reads them from its standard input 
         "seed": 17, "is_evaluation": false}
     <- {"type": "end", "episode": "17/3/0", "reward": 1.0, "metrics": {"turns": 2}, "rewards": {"solver": 0.5}}
         reward: a number, or named parts; rewards: what agents earned beside it, by the X-Session-ID of their requests
-    <- {"type": "failed", "episode": "17/3/0", "error": "ValueError: ...", "is_transient": false, "traceback": "..."}
+    <- {"type": "failed", "episode": "17/3/0", "error": "ValueError: ...", "is_transient": false, "traceback": "...",
+        "metrics": {"turns": 2}, "rewards": {"solver": 0.5}}
+        metrics, rewards: those so far, which an episode keeps that failed because its next turn did not fit
     -> {"type": "stop", "episode": "17/3/0"}                            the episode is given up: it answers with failed
 
 Its first message is `{"type": "ready"}`, or `{"type": "problem", "text": "..."}`. At the end of its input it exits. What the
@@ -81,8 +83,8 @@ class HostedChat:
         self.metrics: dict[str, float] = {}
         self.rewards: dict[str, float] = {}
 
-    def reward(self, value: float, agent: str) -> None:
-        """Add to the reward of the episode what the agent earned that asks the model with this `X-Session-ID`."""
+    def reward(self, value: float, agent: str = "") -> None:
+        """Add to the episode's reward. `agent` is the `X-Session-ID` of the agent that earned it; empty: the whole episode."""
         self.rewards[agent] = self.rewards.get(agent, 0.0) + float(value)
 
     def metric(self, name: str, value: float) -> None:
@@ -106,6 +108,15 @@ class HostedChat:
         """
         body = {"model": "policy", "messages": messages, **fields}
         return self._post("chat/completions", body, agent)["choices"][0]["message"]
+
+    def next_text(self, messages: list[dict[str, Any]]) -> str | None:
+        """Return the text of the model's next turn, or None when no token of it fits. It waits, as `ask` does."""
+        try:
+            return self.ask(messages)["content"] or ""
+        except urllib.error.HTTPError as error:
+            if "context_length_exceeded" in error.msg:
+                return None
+            raise
 
     def respond(self, **fields: Any) -> dict[str, Any]:
         """Return the model's next turn as a response of OpenAI's Responses API. It waits, as `ask` does.
@@ -195,6 +206,8 @@ class EnvironmentHost:
                 error=" ".join(f"{type(error).__name__}: {error}".split())[:300],
                 is_transient=is_transient(error),
                 traceback=traceback.format_exc(),
+                metrics=chat.metrics,
+                rewards=chat.rewards,
             )
         finally:
             del self._tasks[episode]

@@ -58,13 +58,15 @@ class OpenEnvEnvironment:
             number += 1
 
     async def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
-        """Play until the environment is done; return the sum of the rewards."""
+        """Play until the environment is done or the next turn does not fit; return the sum of the rewards."""
         total = 0.0
         async with contextlib.AsyncExitStack() as session:
             client, result = await self._begin(session, row["seed"])
             messages = [{"role": "user", "content": f"{self._rules}\n{_shown(result.observation)}"}]
             for turn in range(1, self._max_turns + 1):
-                answer = (await asyncio.to_thread(chat.ask, messages))["content"] or ""
+                answer = await asyncio.to_thread(chat.next_text, messages)
+                if answer is None:
+                    break
                 chat.metric("turns", turn)
                 action = self._action(answer)
                 try:

@@ -11,7 +11,7 @@ from offbeat.common.user_code.external_environment import host_command
 
 
 class Model(ThreadingHTTPServer):
-    """Answers every request with the next of its texts, and keeps what it has read."""
+    """Answers every request with the next of its texts, and keeps what it has read. No request fits after the last text."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -30,11 +30,15 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(model, Model)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         model.read.append(body["messages"][-1]["content"])
-        answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": model.texts.pop(0)}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
+        if model.texts:
+            status, answer = 200, {"choices": [{"message": {"role": "assistant", "content": model.texts.pop(0)}}]}
+        else:
+            status, answer = 400, {"error": {"message": "prompt is too long", "code": "context_length_exceeded"}}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(content)
 
     def log_message(self, format: str, *values: object) -> None:
         pass

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +64,14 @@ def play(chat, row, bonus=0):
         chat.reward(0.5, "first")
         chat.reward(1.5, "second")
         return chat.reward(4.0, "unheard")
+    if kind == "greedy":
+        messages = []
+        while True:
+            messages.append({"role": "user", "content": "1+1="})
+            messages.append(chat.ask(messages, "player"))
+            chat.metric("turns", len(messages) // 2)
+            chat.reward(0.5)
+            chat.reward(0.25, "player")
     answer = chat.ask([{"role": "user", "content": "1+1="}])
     chat.metric("characters", len(answer["content"]))
     return {"right": float(answer["content"] == row["answer"]), "bonus": bonus}
@@ -153,6 +164,25 @@ def test_agents_of_one_episode_earn_rewards_of_their_own(workers: Workers) -> No
     (ended,) = next_news(workers)
     assert isinstance(ended, Ended)
     assert (ended.reward, ended.branch_rewards, ended.turn_rewards) == (6.0, {0: 0.5, 1: 1.5}, {1: 6.0})
+
+
+def test_episode_without_room_keeps_the_rewards_and_metrics_it_has(workers: Workers) -> None:
+    play(workers, "1/0/0", "greedy")
+    for turn in range(2):
+        assert isinstance(next_news(workers)[0], SampleTurn)
+        # Of 20 tokens the questions have 4 each, and leave 8 and 4.
+        sampled = TurnSampled(episode="1/0/0", turn=turn, token_ids=[6] * (8 - 4 * turn), finish_reason="length")
+        workers.send("1/0/0", sampled)
+    assert next_news(workers) == [
+        Ended(
+            episode="1/0/0",
+            reward=1.5,
+            parts={"turns": 2.0, "repeated_requests": 0.0},
+            is_out_of_room=True,
+            turn_rewards={1: 1.5},
+            branch_rewards={1: 0.5},
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -294,6 +324,19 @@ def test_host_knows_the_frameworks_of_the_settings_and_needs_no_package() -> Non
     text = external_environment.HOST.read_text()
     imported = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert imported <= sys.stdlib_module_names
+
+
+def test_only_a_turn_that_does_not_fit_is_no_text() -> None:
+    class Refused(host.HostedChat):
+        def __init__(self, answer: str) -> None:
+            self.answer = answer
+
+        def ask(self, messages: list[dict[str, Any]], agent: str = "", **fields: Any) -> dict[str, Any]:
+            raise urllib.error.HTTPError("", 400, self.answer, Message(), None)
+
+    assert Refused('{"error": {"code": "context_length_exceeded"}}').next_text([]) is None
+    with pytest.raises(urllib.error.HTTPError, match="no such role"):
+        Refused('{"error": {"message": "no such role"}}').next_text([])
 
 
 def test_host_ends_in_silence_where_the_process_that_started_it_is_gone() -> None:

@@ -66,6 +66,16 @@ def test_frozen_lake_is_crossed_by_numbers_in_text(model: Model) -> None:
     assert "Answer with an action, 0 to 3." in model.read[2]
 
 
+@pytest.mark.skipif(not GYMNASIUM, reason="OFFBEAT_TEST_VERIFIERS names no Python with gymnasium")
+def test_steps_before_the_turn_that_no_longer_fits_keep_their_rewards(model: Model) -> None:
+    """Running out of room is not worth more than the steps of an episode that is completed."""
+    environment = Environment("gymnasium:CliffWalking-v1", GYMNASIUM, arguments={"without_action": -2.0})
+    model.texts = ["0", "no idea", "0"]
+    (end,), printed = play(environment, {"seed": 1}, model.url)
+    assert end.get("reward") == {"reward": -4.0}, printed
+    assert end["metrics"] == {"turns": 3.0, "without_action": 1.0}
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "guessing.py").write_text(SERVER)
@@ -98,6 +108,15 @@ def test_server_of_openenv_is_played_by_its_own_client(model: Model, server: str
     assert end.get("reward") == {"reward": 1.0}, printed
     assert end["metrics"] == {"turns": 3.0, "without_action": 1.0}
     assert model.read[:2] == ["Guess.\nGuess a number.", "higher"]
+
+
+@pytest.mark.skipif(not OPENENV, reason="OFFBEAT_TEST_OPENENV names no Python with openenv")
+def test_turns_at_a_server_of_openenv_keep_their_rewards_where_the_next_does_not_fit(model: Model, server: str) -> None:
+    environment = Environment("openenv:guess", OPENENV, arguments={"url": server, "without_action": -0.5})
+    model.texts = ["3", "no idea"]
+    (end,), printed = play(environment, {"seed": 1}, model.url)
+    assert end.get("reward") == {"reward": -0.5}, printed
+    assert end["metrics"] == {"turns": 2.0, "without_action": 1.0}
 
 
 @pytest.mark.skipif(not OPENENV, reason="OFFBEAT_TEST_OPENENV names no Python with openenv")

@@ -79,6 +79,11 @@ def test_reward_may_be_json_with_other_numbers(task: Path, model: Model) -> None
     assert (end.get("reward"), end.get("metrics")) == ({"reward": 0.5}, {"turns": 1.0, "speed_s": 2.0}), end
 
 
+def test_box_is_tested_where_the_next_turn_does_not_fit(task: Path, model: Model) -> None:
+    end = played(task, model, block("echo hello > hello.txt"))
+    assert (end.get("reward"), end.get("metrics")) == ({"reward": 1.0}, {"turns": 1.0}), end
+
+
 def test_tests_that_write_no_reward_are_no_reward_of_zero(task: Path, model: Model) -> None:
     (task / "tests" / "test.sh").write_text("echo no such tool; exit 7")
     end = played(task, model, "done")
