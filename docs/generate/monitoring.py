@@ -115,8 +115,8 @@ default `~/.cache/huggingface/trackio`, or the one named by `TRACKIO_SERVER_URL`
     'Install a tracker with its extra: `pip install "offbeat[mlflow]"`. '
     "Put names and passwords into the learner's environment, in "
     "the tracker's own variables. offbeat also sends the settings of the run, with secrets masked, and W&B gets a table of the "
-    "newest samples. The run has the name of its folder. The folder stores the run's id in the tracker, and a resumed run "
-    "continues under it.",
+    "newest samples. The run has the name of its folder, and in a sweep its values too: `max_staleness=4 seed=1`. The folder "
+    "stores the run's id in the tracker, and a resumed run continues under it.",
     "Each tracker runs in a process alongside the learner, which never waits for it. If a tracker cannot be reached, or hangs, "
     "offbeat logs a warning and a `tracker_failed` event. Up to 1,000 rows wait; then the oldest are lost. At the end of the "
     "run trackers have 10 s for the last rows. Their output is in `logs/` in the run folder.",
