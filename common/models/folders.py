@@ -16,10 +16,11 @@ from offbeat.protocols.message_parts import ModelHashes
 
 logger = logging.getLogger(__name__)
 
+GENERATION_FILE = "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""
 SMALL_FILES = (
-    *("config.json", "generation_config.json", PROCESSOR_FILE, "processor_config.json", "video_preprocessor_config.json"),
+    *("config.json", GENERATION_FILE, PROCESSOR_FILE, "processor_config.json", "video_preprocessor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
 )

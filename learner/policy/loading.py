@@ -14,12 +14,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.models.folders import PROCESSOR_FILE, resolve_model
+from offbeat.common.models.folders import GENERATION_FILE, PROCESSOR_FILE, resolve_model
 from offbeat.common.settings.checks import compile_obstacle
 from offbeat.common.settings.config import Config, ModelSection
 from offbeat.common.settings.library_options import SETTING
@@ -209,8 +216,17 @@ def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tens
 
 def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: str) -> None:
     """Write gathered weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from."""
-    policy.save_pretrained(folder, state_dict=state)
+    own = policy.generation_config
+    assert own is not None, "a policy generates"
+    # transformers reads settings that contradict each other, and raises where it is to write them: copied below.
+    policy.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    try:
+        policy.save_pretrained(folder, state_dict=state)
+    finally:
+        policy.generation_config = own
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    processor = resolve_model(tokenizer) / PROCESSOR_FILE
-    if processor.is_file():
-        shutil.copy(processor, folder)
+    for name in (GENERATION_FILE, PROCESSOR_FILE):
+        if (file := resolve_model(tokenizer) / name).is_file():
+            shutil.copy(file, folder)

@@ -94,6 +94,15 @@ def test_model_replaces_the_older_one_whole_or_not_at_all(tiny_model: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_model_keeps_generation_settings_that_transformers_reads_but_does_not_write(tiny_model: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(tiny_model, tmp_path / "start")
+    settings = '{"max_length": 4096, "pad_token_id": 0, "eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}'
+    (start / "generation_config.json").write_text(settings)
+    with running(make_config(start)) as trainer:
+        trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "model" / "generation_config.json").read_text() == settings
+
+
 def test_model_without_the_files_that_are_copied_into_it_is_not_written_and_the_error_names_their_folder(
     tiny_model: Path, tmp_path: Path
 ) -> None:
