@@ -114,7 +114,7 @@ class Preparation:
     def prepare(self, rows: Sequence[TrainingRow], networks: Networks, *, kl_coefficient: float) -> list[PreparedMicroBatch]:
         """Return this rank's micro-batches of one optimizer step; a collective.
 
-        `kl_coefficient` is the current one of the KL, in the loss or in the reward.
+        `kl_coefficient` is the current one of the KL in the loss, or of that in the reward if the loss has none.
         """
         num_alike, place = networks.num_alike, networks.place
         assigned = assign_rows(
@@ -133,7 +133,7 @@ class Preparation:
                     frozen,
                     self._advantage,
                     estimator=self._kl.estimator,
-                    kl_coefficient=kl_coefficient if self._kl.reward_coef else 0.0,
+                    kl_coefficient=self._kl.reward_coef if self._kl.loss_coef else kl_coefficient,
                 )
             )
         return scale_advantages(prepared, self._advantage, num_alike=num_alike)
