@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.common.errors import SettingError
+from offbeat.common.models.families import plain_attention, set_attention
 from offbeat.common.settings.config import Config
 from offbeat.learner.policy.loading import load_critic
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -43,6 +44,9 @@ class Critic:
         """Load the model at `model.path`, whose packs or whole rows are computed as the policy's are."""
         network = load_critic(config)
         network.packing_obstacle = packing_obstacle
+        if packing_obstacle is not None:
+            # The network packs until a trial pass fails; only the policy makes one.
+            set_attention(network.policy, plain_attention(network.policy))
         # It is not a part of the values; where it is tied to the embeddings, these are trained.
         if network.head.output_layer.weight is not network.policy.get_input_embeddings().weight:
             network.head.requires_grad_(False)

@@ -124,9 +124,27 @@ def distance(weights: dict[str, Tensor], module: torch.nn.Module) -> float:
     )
 
 
-def test_sao_takes_the_steps_of_a_loop_in_plain_torch(tiny_model: Path) -> None:
-    plain = PlainSao(tiny_model, policy_rate=1e-3)
-    config = make_config(tiny_model, groups_per_step=6, learning_rate=1e-3, **SAO)
+@pytest.fixture(params=["packed", "not packed"])
+def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Path:
+    """A model that is packed, and a StableLM, whose trial pass is the first to show that it cannot be."""
+    from transformers import AutoTokenizer, StableLmConfig, StableLmForCausalLM
+
+    if request.param == "packed":
+        return tiny_model
+    words = AutoTokenizer.from_pretrained(tiny_model)
+    sizes = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"eos_token_id": words.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        StableLmForCausalLM(StableLmConfig(**sizes, **layers, **tokens)).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_sao_takes_the_steps_of_a_loop_in_plain_torch(model: Path) -> None:
+    plain = PlainSao(model, policy_rate=1e-3)
+    config = make_config(model, groups_per_step=6, learning_rate=1e-3, **SAO)
     masked: list[float] = []
     with running(config) as trainer:
         critic = trainer.networks.critic
