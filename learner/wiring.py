@@ -90,7 +90,9 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     )
     run = restore(config, inputs.identity.run_id, trainer, inputs.prompts.train, record)
     canary = _make_canary(run, canary_ids, scored, record)
-    routing = RoutingComparison(config.metrics.routing_interval, config.weights.interval, record)
+    # Weights are published between batches only.
+    publish_interval = max(config.weights.interval, config.train.batch_steps)
+    routing = RoutingComparison(config.metrics.routing_interval, publish_interval, record)
     publisher = _make_publisher(run, trainer, host, record)
     watch = watch_calibration(config, inputs.calibration, inputs.hashes, trainer.device, record)
     demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)

@@ -93,7 +93,7 @@ class RoutingHistory:
         """Compute metrics of the newest version, and of its distance from older ones; empty before the first version.
 
         `routing/load_*`, `routing/margin_*`: see `load_metrics` and `margin_metrics`. `routing/update_*`: `routing_metrics`
-        against the version kept before, `routing/update_steps` optimizer steps older (1 unless `weights.interval` is larger).
+        against the version kept before, `routing/update_steps` optimizer steps older.
         `routing/lag_1_*`, `_2_`, `_3_4_`, `_5_8_`, `_9_up_`: the same against older versions by their lag in steps, means over
         the versions in a bucket. Versions that are not kept have no entry.
         """

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,20 @@ import torch
 from msgspec import structs
 
 from offbeat.common.errors import SettingError
+from offbeat.common.models.routing import Routing
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.rows import FinalRow, Row
+from offbeat.common.records.rows import FinalRow, RoutingRow, Row
 from offbeat.common.settings.completion import complete
-from offbeat.common.settings.config import Config, DataSection, HubSection, ModelSection, RunSection, WeightsSection
+from offbeat.common.settings.config import (
+    Config,
+    DataSection,
+    HubSection,
+    MetricsSection,
+    ModelSection,
+    RunSection,
+    WeightsSection,
+)
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.hub import publish_address
 from offbeat.learner.inputs import load_inputs
 from offbeat.learner.leases.events import Weighed
@@ -21,6 +33,7 @@ from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.reporting.outlets import HealthWatch
 from offbeat.learner.restart.resume import prepare_folder
 from offbeat.learner.restart.run_identity import RunIdentity, read_identity
+from offbeat.learner.service import Learner
 from offbeat.learner.weights import transport as transports
 from offbeat.learner.weights.transport import resolve_transport
 from offbeat.learner.wiring import open_learner
@@ -103,6 +116,23 @@ def test_refused_resume_leaves_config_and_identity_as_they_were(tmp_path: Path) 
     assert "bucket_mb = 5" in (tmp_path / "config.toml").read_text()
 
 
+@contextmanager
+def opened(config: Config) -> Iterator[tuple[Learner, list[Row]]]:
+    """Yield the learner of a run whose data are in a file, and the rows that it records."""
+    config, rows = complete(structs.replace(config, hub=HubSection(address="tcp://127.0.0.1:5555"))), list[Row]()
+    Path(config.run.dir).mkdir()
+    inputs = load_inputs(config)
+    prepare_folder(config, inputs.identity, inputs.prompt_hashes)
+    with Hub("tcp://127.0.0.1:*", max_message_bytes=1 << 20) as hub:
+        yield open_learner(config, inputs, hub, HealthWatch(rows.append), time.monotonic(), host="127.0.0.1"), rows
+
+
+def stopped() -> StopRequest:
+    stop = StopRequest()
+    stop._event.set()
+    return stop
+
+
 @pytest.mark.engine
 def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_once(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,30 +142,37 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
     data = tmp_path / "data.jsonl"
     lines = (json.dumps({"prompt": f"{number}+1=", "task": "low" if number < 20 else "high"}) for number in range(40))
     data.write_text("\n".join(lines))
-    config = complete(
-        structs.replace(
-            config_with(run_dir=str(tmp_path / "run")),
-            hub=HubSection(address="tcp://127.0.0.1:5555"),
-            model=ModelSection(path=str(tiny_model), max_length=32),
-            data=DataSection(train_data=str(data), task_field="task", curriculum="wired_levels:weigh"),
-        )
+    config = structs.replace(
+        config_with(run_dir=str(tmp_path / "run")),
+        model=ModelSection(path=str(tiny_model), max_length=32),
+        data=DataSection(train_data=str(data), task_field="task", curriculum="wired_levels:weigh"),
     )
-    rows: list[Row] = []
-
-    def open_hub() -> Hub:
-        return Hub("tcp://127.0.0.1:*", max_message_bytes=1 << 20)
-
-    (tmp_path / "run").mkdir()
-    inputs = load_inputs(config)
-    prepare_folder(config, inputs.identity, inputs.prompt_hashes)
-    stop = StopRequest()
-    stop._event.set()
-    with open_hub() as hub:
-        learner = open_learner(config, inputs, hub, HealthWatch(rows.append), time.monotonic(), host="127.0.0.1")
+    with opened(config) as (learner, rows):
         assert not any(isinstance(row, FinalRow) for row in rows), "nothing runs yet"
-        assert learner.run(stop) == "stopped"
+        assert learner.run(stopped()) == "stopped"
     (final,) = [row for row in rows if isinstance(row, FinalRow)]
     assert (final.outcome, final.policy_version, final.ledger.leased) == ("stopped", 0, 0)
     first, *_ = (record.event for record in read_log(tmp_path / "run" / "log"))
     assert isinstance(first, Weighed)
     assert first.shares == {"low": 0.0, "high": 1.0}
+
+
+@pytest.mark.engine
+def test_routing_is_recorded_in_each_interval_although_weights_are_published_between_batches(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}')
+    config = structs.replace(
+        config_with(run_dir=str(tmp_path / "run"), interval=1),
+        model=ModelSection(path=str(tiny_model), max_length=32),
+        data=DataSection(train_data=str(data)),
+        train=TrainSection(steps_per_batch=2, epochs_per_batch=2, num_steps=40),
+        metrics=MetricsSection(routing_interval=10),
+    )
+    routing = Routing(torch.tensor([[[0]], [[1]]]), torch.ones(2, 1), num_experts=2)
+    with opened(config) as (learner, rows):
+        for version in range(0, 41, 4):
+            learner.loop.routing.add(version, routing)
+        learner.run(stopped())
+    assert [row.policy_version for row in rows if isinstance(row, RoutingRow)] == [0, 12, 20, 32, 40]
