@@ -216,10 +216,11 @@ class Trainer:
         rate = self._learning_rate(loss)
         cosine = self._direction.compare(self.networks.gradients())
         grad_norm = self.networks.step(rate)
-        of_critic = self._train_critic(step, loss.denominator)
         self._adapt_kl_coefficient(loss, num_rows=len(step.rows))
         metrics = self._step_metrics(step, loss)
+        # Before the critic's updates: rewards that break both are reported with the leases that brought them.
         _require_finite(grad_norm, self.policy_version, metrics)
+        of_critic = self._train_critic(step, loss.denominator)
         self.policy_version += 1
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
@@ -257,7 +258,10 @@ class Trainer:
         return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)), self._adaptive.kl_coefficient)
 
     def _train_critic(self, step: TrainingStep, denominator: float) -> Metrics:
-        """Take the optimizer steps of a critic with a trunk of its own, if there is one; return the metrics of the first."""
+        """Take the optimizer steps of a critic with a trunk of its own, if there is one; return the metrics of the first.
+
+        Raises FloatingPointError for an update whose gradient has no norm.
+        """
         critic, settings = self.networks.critic, self._config.critic
         if critic is None:
             return {}
@@ -274,7 +278,13 @@ class Trainer:
                 total += errors.detach().sum()
             norm = critic.step(settings.learning_rate_factor * self._train.learning_rate)
             of_ranks = process_group.gather_tensors(total, num_alike=self.networks.num_alike)
-            metrics = metrics or {"loss/value": float(of_ranks.sum()) / max(1, step.num_tokens), "loss/value_grad_norm": norm}
+            value_loss = float(of_ranks.sum()) / max(1, step.num_tokens)
+            if not _is_finite_norm(norm):
+                raise FloatingPointError(
+                    f"the critic's gradient norm in optimizer step {self.policy_version} is {norm} (value loss {value_loss}): "
+                    "the critic's weights cannot be trusted any more"
+                )
+            metrics = metrics or {"loss/value": value_loss, "loss/value_grad_norm": norm}
         return metrics
 
     def _step_metrics(self, step: TrainingStep, loss: StepLoss) -> Metrics:
@@ -325,8 +335,7 @@ class Trainer:
 
 def _require_finite(grad_norm: float, policy_version: int, metrics: Metrics) -> None:
     """Raise FloatingPointError for a gradient that has no norm, with the metrics that point to its cause."""
-    # Under some ZeRO stages DeepSpeed skips the step and reports a norm of -1.
-    if 0 <= grad_norm < math.inf:
+    if _is_finite_norm(grad_norm):
         return
     broken = metrics.get("broken/leases")
     raise FloatingPointError(
@@ -334,6 +343,11 @@ def _require_finite(grad_norm: float, policy_version: int, metrics: Metrics) -> 
         f"largest token log ratio {metrics['ratio/token_log_abs_max']}; leases with broken log-probs: "
         f"{', '.join(broken) if isinstance(broken, dict) else 'none'}): the weights cannot be trusted any more"
     )
+
+
+def _is_finite_norm(grad_norm: float) -> bool:
+    # Under some ZeRO stages DeepSpeed skips the step and reports a norm of -1.
+    return 0 <= grad_norm < math.inf
 
 
 def learning_rate(

@@ -204,6 +204,27 @@ def test_critic_of_its_own_goes_on_after_a_restart_and_explains_its_targets(tiny
         trainer.load_checkpoint(tmp_path / "step-00000012")
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_later_update_of_the_critic_that_is_not_finite_stops_the_run_in_its_step(tiny_model: Path, zero_stage: int) -> None:
+    # The first update has a finite gradient, and makes weights whose squares are not.
+    critic = msgspec.structs.replace(OWN_CRITIC, learning_rate_factor=1e22, value_clip=None)
+    config = make_config(tiny_model, zero_stage=zero_stage, learning_rate=1e-4, **{**SAO, "critic": critic})
+    with running(config) as trainer, pytest.raises(FloatingPointError, match=r"the critic's gradient norm in optimizer step 0"):
+        trainer.train_batch(make_groups(3))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rewards_that_break_policy_and_critic_are_reported_with_their_leases(tiny_model: Path) -> None:
+    groups = make_groups(3)
+    poisoned = groups[0].rollouts[0]._replace(reward=float("inf"))
+    groups[0] = groups[0]._replace(rollouts=(poisoned, *groups[0].rollouts[1:]))
+    with (
+        running(make_config(tiny_model, **SAO)) as trainer,
+        pytest.raises(FloatingPointError, match=r"^the gradient norm of optimizer step 0 .*leases"),
+    ):
+        trainer.train_batch(groups)
+
+
 def test_model_without_layers_named_attention_cannot_freeze_them() -> None:
     with pytest.raises(SettingError, match=r"critic\.freeze_attention.*some/model.*false"):
         list(attention_parameters(torch.nn.Sequential(torch.nn.Linear(2, 2)), "some/model"))
