@@ -87,9 +87,12 @@ def demo_command(
 def learner_command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run the learner alone. Start actors before or after it; they find it at `hub.address`. Writes the report at the end."""
     begin_log("learner")
-    config = settle_resume(expand(load_config(arguments)))
-    refuse_masked(config)
+    config = expand(load_config(arguments))
     is_first_rank = launcher_rank() == 0
+    # The others do not use `run.resume`, and would find the folder locked by rank 0 while it fetches the run.
+    if is_first_rank:
+        config = settle_resume(config)
+    refuse_masked(config)
     # Beside rank 0 the others would find its ports taken.
     if preflight and is_first_rank:
         look(config, "learner")

@@ -12,7 +12,9 @@ from fsspec.callbacks import Callback
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import Row, row_fields
 from offbeat.common.settings.config import Config, RunSection
-from offbeat.deploy.cli.start import settle_resume
+from offbeat.common.settings.loading import resolved_toml
+from offbeat.deploy.cli import start
+from offbeat.deploy.cli.start import learner_command, settle_resume
 from offbeat.learner.restart import mirror
 from offbeat.learner.restart.mirror import Mirror, fetch_run, open_mirror, open_storage, sizes_in
 from offbeat.learner.training import checkpoints
@@ -115,6 +117,28 @@ def test_run_goes_on_from_its_mirror_on_an_empty_disk(run: Run, tmp_path: Path) 
         pass
     with pytest.raises(SettingError, match=r"run\.mirror.*log/00000003\.log.*went on elsewhere"):
         run.mirror(resume=True)
+
+
+def test_only_rank_0_of_the_learner_fetches_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(4)
+    run.mirror().upload()
+    elsewhere = tmp_path / "other" / "run"
+    resumes: list[object] = []
+    monkeypatch.setattr(start, "begin_log", lambda _: None)
+    monkeypatch.setattr(start, "_run_learner", lambda config, **_: resumes.append(config.run.resume))
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = Config(run=RunSection(dir=str(elsewhere), resume="auto", mirror=run.url))
+    (tmp_path / "run.toml").write_text(resolved_toml(config))
+    arguments = [str(tmp_path / "run.toml"), "launch.learner_processes=2"]
+    monkeypatch.setenv("RANK", "1")
+    learner_command(arguments, preflight=False)
+    # Not even the lock, which rank 0 may hold.
+    assert not elsewhere.exists()
+    monkeypatch.setenv("RANK", "0")
+    learner_command(arguments, preflight=False)
+    assert resumes[1:] == [True] and (elsewhere / "checkpoints" / "step-00000004").is_dir()
 
 
 def test_best_checkpoint_moves_with_the_run_and_stays_in_the_mirror(run: Run, tmp_path: Path) -> None:
