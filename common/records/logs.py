@@ -309,10 +309,14 @@ def log_to_file(path: Path, service: str) -> None:
 
 
 def bound_log(path: Path, max_bytes: int) -> None:
-    """Move the content of a log above this size to `PATH.1`. Processes that append to it go on in the emptied file."""
-    if path.stat().st_size > max_bytes:
-        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
-        os.truncate(path, 0)
+    """Move the content of a log above this size to `PATH.1`. Processes that append to it go on in the emptied file.
+
+    Leaves a log alone that was deleted or renamed: its processes go on without it.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > max_bytes:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,10 @@ class Service:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
             if process.status() and log is not None:
-                lines = log.read_text(errors="replace").splitlines()[-15:]
+                try:
+                    lines = log.read_text(errors="replace").splitlines()[-15:]
+                except FileNotFoundError:
+                    return f"{log} was deleted or renamed."
                 return "\n".join([f"The end of {log}:", *lines])
         return "Its output is above."
 

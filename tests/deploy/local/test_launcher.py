@@ -1,11 +1,13 @@
 """The launcher restarts services, ends the run, and leaves nothing behind; stand-ins replace the services."""
 
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -316,3 +318,18 @@ def test_log_that_grows_past_its_bound_moves_aside_while_its_actor_writes_on(ser
     services.when(lambda: log.exists() and log.read_text() == "later\n", services.end)
     assert services.launcher().run() == 0
     assert log.with_name("actor-0.log.1").read_text() == "x" * 2000 + "\n"
+
+
+def test_log_that_somebody_deleted_neither_ends_the_run_nor_hides_why_it_failed(services: Services) -> None:
+    log = services.folder / "run" / "logs" / "actor-0.log"
+    services.does("actor-0", "while not (folder / 'fail').exists(): time.sleep(0.02)\nsys.exit(2)")
+
+    def delete() -> None:
+        log.unlink()
+        # A few looks at the logs later.
+        time.sleep(3 * launcher.LOOK_S)
+        (services.folder / "fail").touch()
+
+    services.when(log.exists, delete)
+    with pytest.raises(LaunchError, match=rf"actor-0 ended with exit status 2\. {re.escape(str(log))} was deleted or renamed"):
+        services.launcher().run()
