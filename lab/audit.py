@@ -239,12 +239,13 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
     """Return all checks of the run in a folder; `lost_events` were destroyed on purpose."""
     lost = Lost.of(lost_events)
     checks: list[Check] = []
+    final = final_row(run)
     if (run / LOG).exists():
-        checks += audit_log(run / LOG, config, final_row(run), lost)
+        checks += audit_log(run / LOG, config, final, lost)
     return [
         *checks,
         check_canaries(list(read_rows_of(run / ROWS_FILE, CanaryRow)), _tolerances(run, config)),
-        check_checkpoints(run / CHECKPOINTS),
+        check_checkpoints(run / CHECKPOINTS, has_ended=final is not None),
     ]
 
 
@@ -380,13 +381,17 @@ def _difference(row: CanaryRow) -> str:
     return f"{row.max_abs_diff}" if row.excess is None else f"{row.max_abs_diff}, {row.excess:.2g} times the limits"
 
 
-def check_checkpoints(root: Path) -> Check:
-    """Check that every checkpoint is as it was written, and no unfinished one is left over."""
-    folders = sorted(checkpoints.whole(root))
-    violations = [f"{folder.name} is left over" for folder in sorted(root.glob("step-*.partial"))]
-    violations += [f"{folder.name}: {damage}" for folder in folders if (damage := checkpoints.find_damage(folder))]
-    aside = [f"{folder.name} was set aside" for folder in sorted(root.glob("step-*.damaged*"))]
-    return Check("checkpoints are whole", violations, ", ".join([folder.name for folder in folders] + aside) or "none")
+def check_checkpoints(root: Path, *, has_ended: bool) -> Check:
+    """Check that every checkpoint is as it was written, and that a run that `has_ended` left no unfinished one."""
+    partial = [folder.name for folder in sorted(root.glob("step-*.partial"))]
+    damage = {folder: checkpoints.find_damage(folder) for folder in sorted(checkpoints.whole(root))}
+    # The learner of a run that goes on may have deleted a checkpoint while it was read.
+    found = {folder.name: flaw for folder, flaw in damage.items() if flaw is None or folder.exists()}
+    violations = [f"{name} is left over" for name in partial if has_ended]
+    violations += [f"{name}: {flaw}" for name, flaw in found.items() if flaw]
+    remarks = [f"{name} is unfinished" for name in partial if not has_ended]
+    remarks += [f"{folder.name} was set aside" for folder in sorted(root.glob("step-*.damaged*"))]
+    return Check("checkpoints are whole", violations, ", ".join([*found, *remarks]) or "none")
 
 
 def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:

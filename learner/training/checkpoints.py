@@ -116,10 +116,10 @@ def newest(root: Path) -> Path | None:
 
 def find_damage(folder: Path) -> str | None:
     """Return the first file of a checkpoint that is not as it was written, and what differs; None for a whole checkpoint."""
-    if not (folder / _MANIFEST_FILE).exists():
-        return f"{_MANIFEST_FILE} is missing"
     try:
         manifest = msgspec.json.decode((folder / _MANIFEST_FILE).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return f"{_MANIFEST_FILE} is missing"
     # Text that is not UTF-8 is none of msgspec's own errors.
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return f"{_MANIFEST_FILE} is damaged"
@@ -127,10 +127,14 @@ def find_damage(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != written.num_bytes:
-            return f"{name} has {path.stat().st_size} bytes instead of {written.num_bytes}"
-        if _describe(path) != written:
-            return f"{name} has other content than was written (its checksum differs)"
+        try:
+            if (num_bytes := path.stat().st_size) != written.num_bytes:
+                return f"{name} has {num_bytes} bytes instead of {written.num_bytes}"
+            if _describe(path) != written:
+                return f"{name} has other content than was written (its checksum differs)"
+        # The learner may delete the checkpoint while another process reads it.
+        except FileNotFoundError:
+            return f"{name} is missing"
     return None
 
 

@@ -257,14 +257,45 @@ def test_checkpoint_that_is_half_written_or_damaged_is_seen(tmp_path: Path) -> N
     partial = checkpoints.partial_folder(folder)
     partial.mkdir()
     (partial / "weights").write_text("0123456789")
-    assert check_checkpoints(tmp_path).violations == ["step-00000010.partial is left over"]
+    assert check_checkpoints(tmp_path, has_ended=True).violations == ["step-00000010.partial is left over"]
     checkpoints.publish(folder)
-    assert check_checkpoints(tmp_path) == ("checkpoints are whole", [], "step-00000010")
+    assert check_checkpoints(tmp_path, has_ended=True) == ("checkpoints are whole", [], "step-00000010")
     (folder / "weights").write_text("0123456780")
-    (violation,) = check_checkpoints(tmp_path).violations
+    (violation,) = check_checkpoints(tmp_path, has_ended=True).violations
     assert violation.startswith("step-00000010: weights has other content than was written")
     checkpoints.set_aside(folder)
-    assert check_checkpoints(tmp_path) == ("checkpoints are whole", [], "step-00000010.damaged was set aside")
+    assert check_checkpoints(tmp_path, has_ended=True) == (
+        "checkpoints are whole",
+        [],
+        "step-00000010.damaged was set aside",
+    )
+
+
+def test_checkpoint_that_is_being_written_is_no_violation_until_the_run_has_ended(tmp_path: Path) -> None:
+    partial = checkpoints.partial_folder(checkpoints.checkpoint_folder(tmp_path / "checkpoints", 10))
+    partial.mkdir(parents=True)
+    config = load(None, [])
+    check = find(audit(tmp_path, config), "checkpoints are whole")
+    assert (check.violations, check.seen) == ([], "step-00000010.partial is unfinished")
+    rows(tmp_path, final_row(2, LedgerSums(leased=0, trained=0, dropped={}, expired=0, in_flight=0)))
+    assert find(audit(tmp_path, config), "checkpoints are whole").violations == ["step-00000010.partial is left over"]
+
+
+def test_checkpoint_that_is_pruned_while_it_is_read_is_no_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (10, 20, 30):
+        folder = checkpoints.checkpoint_folder(tmp_path, version)
+        partial = checkpoints.partial_folder(folder)
+        partial.mkdir()
+        (partial / "weights").write_text("0123456789")
+        checkpoints.publish(folder)
+    describe = checkpoints._describe
+
+    def prune_first(path: Path) -> checkpoints.FileEntry:
+        checkpoints.prune(tmp_path, keep=1)
+        return describe(path)
+
+    monkeypatch.setattr(checkpoints, "_describe", prune_first)
+    assert check_checkpoints(tmp_path, has_ended=False) == ("checkpoints are whole", [], "step-00000030")
 
 
 def rows(folder: Path, *written: Row) -> Path:
