@@ -18,7 +18,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
 from offbeat.common.settings.loading import load
-from offbeat.deploy.clusters.services import FLEET, NOTICE_S, moving_settings, notice_s
+from offbeat.deploy.clusters.services import FLEET, NOTICE_S, moving_settings, notice_s, torchrun_options
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ def learner_command(config: Config, settings: Sequence[str]) -> list[str]:
     """Return the command of the learner's container. A learner that is started again goes on where the last one was."""
     program = ["offbeat"]
     if config.launch.learner_processes > 1:
-        processes = f"--nproc-per-node={config.launch.learner_processes}"
-        program = ["torchrun", "--standalone", processes, "-m", "offbeat.deploy.cli.main"]
+        program = ["torchrun", *torchrun_options(config), "-m", "offbeat.deploy.cli.main"]
     return [*program, "learner", CONFIG, *settings, f"hub.key={KEYS}/{{name}}.key", *moving_settings(config)]
 
 

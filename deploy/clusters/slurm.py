@@ -20,7 +20,15 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.services import FLEET, NOTICE_S, find_fleet_key, leave_s, moving_settings, notice_s
+from offbeat.deploy.clusters.services import (
+    FLEET,
+    NOTICE_S,
+    find_fleet_key,
+    leave_s,
+    moving_settings,
+    notice_s,
+    torchrun_options,
+)
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import is_loopback
@@ -99,7 +107,7 @@ def learner_script(config: Config, places: ScriptPaths, settings: Iterable[str],
 # A job that is requeued, or submitted again, goes on from the newest checkpoint and the rollout log.
 {_directives(places, "learner", "learner-%j.log", NOTICE_S, options)}
 # exec: signals of Slurm reach the learner, not a shell that waits for it.
-exec {_program(config.launch.learner_processes)} learner {shlex.join([str(places.config), *settings, *moving_settings(config)])}
+exec {_learner_program(config)} learner {shlex.join([str(places.config), *settings, *moving_settings(config)])}
 """
 
 
@@ -116,7 +124,7 @@ def actors_script(config: Config, places: ScriptPaths, settings: Iterable[str], 
 #SBATCH --array=0-{actors_wanted(config) - 1}
 {_directives(places, "actors", "actor-%A-%a.log", notice_s(config), options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
-exec {_program(1)} actor {words} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
+exec {shlex.join(PROGRAM)} actor {words} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """
 
 
@@ -161,11 +169,10 @@ def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:
     return settings
 
 
-def _program(num_processes: int) -> str:
-    if num_processes == 1:
+def _learner_program(config: Config) -> str:
+    if config.launch.learner_processes == 1:
         return shlex.join(PROGRAM)
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m", PROGRAM[2]]
-    return shlex.join([sys.executable, *ranks])
+    return shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun_options(config), "-m", PROGRAM[2]])
 
 
 def _word(path: Path) -> str:

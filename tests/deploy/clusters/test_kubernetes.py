@@ -219,8 +219,10 @@ def test_learner_begins_goes_on_and_pauses_in_the_same_folder_by_the_same_words(
 def test_learner_of_several_gpus_starts_one_process_for_each(folder: Path) -> None:
     documents = write("launch.learner_processes=4", "--learner", "nvidia.com/gpu=4")
     words = started(pods(documents)[0]["containers"][0], folder)
-    assert words[:5] == ["torchrun", "--standalone", "--nproc-per-node=4", "-m", "offbeat.deploy.cli.main"]
-    config_of(["offbeat", *words[5:]], "learner")
+    # Without a timeout, torchrun kills a learner that pauses after 30 s.
+    options = ["--standalone", "--nproc-per-node=4", "--shutdown-timeout=285"]
+    assert words[:6] == ["torchrun", *options, "-m", "offbeat.deploy.cli.main"]
+    assert config_of(["offbeat", *words[6:]], "learner").run.grace_s == 285
     assert "launch.learner_processes is 1" in str(refusal("--learner", "nvidia.com/gpu=4"))
 
 

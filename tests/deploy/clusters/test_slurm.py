@@ -156,4 +156,14 @@ def test_actors_have_the_time_that_they_take_to_leave_and_a_margin_before_their_
 def test_learner_of_several_processes_is_started_by_torchrun(folder: Path) -> None:
     write("[launch]\nlearner_processes = 4\n")
     text = Path("job/learner.sbatch").read_text()
-    assert "torch.distributed.run --standalone --nproc-per-node=4 -m offbeat.deploy.cli.main learner " in text
+    options = "--standalone --nproc-per-node=4 --shutdown-timeout=285"
+    assert f"torch.distributed.run {options} -m offbeat.deploy.cli.main learner " in text
+
+
+def test_torchrun_waits_for_a_checkpoint_as_long_as_the_users_grace(folder: Path) -> None:
+    from torch.distributed.run import get_args_parser
+
+    write("[launch]\nlearner_processes = 2\n[run]\ngrace_s = 90.5\n")
+    words = shlex.split(Path("job/learner.sbatch").read_text(), comments=True)
+    options = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
+    assert (options.shutdown_timeout, options.training_script) == (91, "offbeat.deploy.cli.main")
