@@ -48,23 +48,28 @@ class Served(NamedTuple):
     @property
     def url(self) -> str:
         """The base URL that OpenAI clients take."""
-        return f"http://{self.host}:{self.port}/v1"
+        return f"http://{_in_url(self.host)}:{self.port}/v1"
 
 
 def check_address(host: str, port: int, engine: Literal["vllm", "transformers"]) -> None:
     """Raise `SettingError` for a port that is taken, and for an address that others reach without a key."""
-    if host not in LOOPBACK and not (engine == "vllm" and os.environ.get(KEY_VARIABLE)):
+    if _in_url(host) not in LOOPBACK and not (engine == "vllm" and os.environ.get(KEY_VARIABLE)):
         if engine == "vllm":
             cure = f"Set the environment variable {KEY_VARIABLE}, or use ssh -L {port}:127.0.0.1:{port} from the other machine."
         else:
             cure = f"Its server knows no keys: use ssh -L {port}:127.0.0.1:{port} from the other machine."
         raise SettingError("--host", host, "anyone who reaches this address could use the model", cure)
-    with socket.socket() as listener:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host.strip("[]"), port))
         except OSError as error:
             raise SettingError("--port", port, f"it cannot be used ({error.strerror})", "Give another --port.") from error
+
+
+def _in_url(host: str) -> str:
+    """Return the host as URLs have it: an IPv6 address in brackets, whether it was given with them or not."""
+    return f"[{host.strip('[]')}]" if ":" in host else host
 
 
 def model_folder(run: Path, step: int | None) -> tuple[Path, Config | None]:

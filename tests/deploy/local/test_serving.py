@@ -133,6 +133,20 @@ def test_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) 
     check_address("127.0.0.1", port, "transformers")
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6_address_may_have_brackets_and_has_them_in_the_url(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serving.KEY_VARIABLE, raising=False)
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+            port = listener.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    check_address(host, port, "transformers")
+    assert Served(Path("a/model"), "transformers", host, port, ()).url == f"http://[::1]:{port}/v1"
+    with pytest.raises(SettingError, match="Its server knows no keys"):
+        check_address("::", port, "transformers")
+
+
 def test_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
