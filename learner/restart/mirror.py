@@ -2,9 +2,10 @@
 
     run.dir: closed log segments, whole checkpoints, metrics, config, identity -> Mirror (thread) -> run.mirror -> fetch_run
 
-A closed segment and a whole checkpoint never change, so each is uploaded once. The segment that is being written is uploaded
-with each checkpoint, which thus finds its whole past there. A disk takes with it the groups that were accepted after the newest
-segment or checkpoint was uploaded, a segment of 64 MB and what arrives during an upload at most; their prompts are re-queued.
+A closed segment and a whole checkpoint never change, so each is uploaded once, unless a later learner makes it again. The
+segment that is being written is uploaded with each checkpoint, which thus finds its whole past there. A disk takes with it the
+groups that were accepted after the newest segment or checkpoint was uploaded, a segment of 64 MB and what arrives during an
+upload at most; their prompts are re-queued.
 """
 
 import logging
@@ -70,6 +71,10 @@ def sizes_in(storage: DirFileSystem) -> dict[str, int]:
     return {name: entry["size"] for name, entry in found.items()}
 
 
+def _is_manifest(name: str) -> bool:
+    return name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
+
+
 class Mirror:
     """Uploads what is new in the run's folder, from a thread of its own, until the context ends; then all of it once more."""
 
@@ -83,6 +88,8 @@ class Mirror:
         self._progress = Callback(hooks={"moved": self._note_progress})
         self._there = sizes_in(storage)
         """Sizes of the files in the storage."""
+        self._uncompared = {name for name in self._there if _is_manifest(name)}
+        """Manifests of earlier learners' checkpoints that may differ from the run's of the same name."""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def __enter__(self) -> "Mirror":
@@ -102,13 +109,16 @@ class Mirror:
         """Upload what the storage lacks, and delete from it what the run has deleted. `is_last`: nobody writes any more."""
         segments = segment_numbers(self._folder / LOG) if (self._folder / LOG).is_dir() else []
         whole = sorted(checkpoints.whole(self._folder / CHECKPOINTS))
-        new = [folder for folder in whole if self._name(checkpoints.manifest(folder)) not in self._there]
+        remade = [folder for folder in whole if self._can_replace(folder)]
+        new = [folder for folder in whole if self._name(checkpoints.manifest(folder)) not in self._there] + remade
         # The segments come before the checkpoints that refer to them, and a checkpoint's manifest after its other files.
         count = len(segments) if new or is_last else max(0, len(segments) - 1)
         for number in segments[:count]:
             self._put(self._folder / LOG / segment_name(number))
         for folder in new:
             manifest = checkpoints.manifest(folder)
+            if folder in remade:
+                self._forget(folder)
             for file in sorted(folder.rglob("*"), key=lambda file: file == manifest):
                 self._put(file)
         if new or is_last or IDENTITY_FILE not in self._there:
@@ -162,6 +172,32 @@ class Mirror:
         self._note_progress()
         self._there[name] = size
 
+    def _can_replace(self, folder: Path) -> bool:
+        """Return whether the storage has another checkpoint of this name, and one besides it to go on from meanwhile.
+
+        A run whose newest checkpoint was damaged goes back, and makes one of the same name again.
+        """
+        manifest = checkpoints.manifest(folder)
+        name = self._name(manifest)
+        if name not in self._uncompared:
+            return False
+        try:
+            is_other = self._storage.cat_file(name) != manifest.read_bytes()
+        # A prune has just deleted the folder.
+        except FileNotFoundError:
+            return False
+        if not is_other:
+            self._uncompared.remove(name)
+        return is_other and any(_is_manifest(there) and there != name for there in self._there)
+
+    def _forget(self, folder: Path) -> None:
+        """Delete a checkpoint's manifest from the storage, whose other files are then to be uploaded again."""
+        name = self._name(checkpoints.manifest(folder))
+        self._storage.rm_file(name)
+        self._uncompared.remove(name)
+        beginning = f"{self._name(folder)}/"
+        self._there = {there: size for there, size in self._there.items() if not there.startswith(beginning)}
+
     def _delete(self, segments: set[str], whole: set[str]) -> None:
         for name in sorted(self._there):
             kind, _, rest = name.partition("/")
@@ -198,9 +234,7 @@ def fetch_run(folder: Path, url: str) -> bool:
     """
     storage = open_storage(url)
     names = sorted(sizes_in(storage))
-    whole = sorted(
-        Path(name).parent for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
-    )
+    whole = sorted(Path(name).parent for name in names if _is_manifest(name))
     if not whole and not any(name.startswith(f"{LOG}/") for name in names):
         return False
     partial = folder / _PARTIAL

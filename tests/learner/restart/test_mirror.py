@@ -35,11 +35,11 @@ class Run:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_bytes(content)
 
-    def save(self, version: int) -> None:
+    def save(self, version: int, weights: bytes = b"weights") -> None:
         folder = checkpoints.checkpoint_folder(self.folder / "checkpoints", version)
         partial = checkpoints.partial_folder(folder)
         partial.mkdir(parents=True)
-        (partial / "rank.safetensors").write_bytes(b"weights")
+        (partial / "rank.safetensors").write_bytes(weights)
         checkpoints.publish(folder)
 
     def record(self, row: Row) -> None:
@@ -90,6 +90,57 @@ def test_what_the_run_deleted_goes_after_what_is_new_has_come(run: Run) -> None:
     (run.folder / "log/00000001.log").unlink()
     uploads.upload()
     assert run.there() == {*SMALL, "log/00000002.log", *checkpoint(8)}
+
+
+def test_checkpoint_that_is_made_again_replaces_the_one_of_its_name(run: Run, tmp_path: Path) -> None:
+    run.save(4)
+    run.save(8)
+    run.mirror().upload()
+    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
+    uploads = run.mirror(resume=True)
+    run.save(8, b"remade!")
+    uploads.upload()
+    assert fetch_run(tmp_path / "other", run.url)
+    fetched = tmp_path / "other/checkpoints/step-00000008"
+    assert checkpoints.find_damage(fetched) is None
+    assert (fetched / "rank.safetensors").read_bytes() == b"remade!"
+
+
+def test_mirrors_only_checkpoint_is_replaced_once_there_is_another(run: Run) -> None:
+    weights = "checkpoints/step-00000008/rank.safetensors"
+    storage = open_storage(run.url)
+    run.save(8)
+    run.mirror().upload()
+    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
+    uploads = run.mirror(resume=True)
+    run.save(8, b"remade!")
+    uploads.upload()
+    assert storage.cat_file(weights) == b"weights"
+    run.save(12)
+    uploads.upload()
+    assert checkpoint(8) | checkpoint(12) <= run.there()
+    uploads.upload()
+    assert storage.cat_file(weights) == b"remade!"
+    assert checkpoint(8) | checkpoint(12) <= run.there()
+
+
+def test_replaced_checkpoint_is_never_whole_with_files_of_two(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(4)
+    run.save(8)
+    run.mirror().upload()
+    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
+    uploads = run.mirror(resume=True)
+    run.save(8, b"remade!")
+    put, seen = uploads._storage.put_file, list[set[str]]()
+
+    def look_and_put(*arguments: Any, **options: Any) -> None:
+        seen.append(run.there() & checkpoint(8))
+        put(*arguments, **options)
+
+    monkeypatch.setattr(uploads._storage, "put_file", look_and_put)
+    uploads.upload()
+    assert seen and not any("checkpoints/step-00000008/manifest.json" in names for names in seen[:2])
+    assert checkpoint(4) | checkpoint(8) <= run.there()
 
 
 def test_run_goes_on_from_its_mirror_on_an_empty_disk(run: Run, tmp_path: Path) -> None:
