@@ -252,15 +252,15 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
 
 
 def test_kl_in_the_reward_has_its_own_coefficient_beside_one_in_the_loss(tiny_model: Path) -> None:
-    def advantages(**coefficients: float) -> torch.Tensor:
-        config = make_config(tiny_model, loss={"objective": "grpo"}, kl=KlSection(**coefficients))
+    def advantages(kl: KlSection) -> torch.Tensor:
+        config = make_config(tiny_model, loss={"objective": "grpo"}, kl=kl)
         with running(config) as trainer:
             rows, _ = trainer._preparation.make_rows(make_groups(3), 0, trainer._adaptive.rewards)
             return torch.cat([one.advantages[one.micro_batch.completion_mask] for one in trainer._prepare(rows)])
 
-    charged = advantages(reward_coef=0.01)
-    assert not torch.allclose(charged, advantages())
-    torch.testing.assert_close(advantages(loss_coef=0.1, reward_coef=0.01), charged)
+    charged = advantages(KlSection(reward_coef=0.01))
+    assert not torch.allclose(charged, advantages(KlSection()))
+    torch.testing.assert_close(advantages(KlSection(loss_coef=0.1, reward_coef=0.01)), charged)
 
 
 def test_kl_coefficient_that_does_not_adapt_is_that_of_the_settings(tiny_model: Path, tmp_path: Path) -> None:
