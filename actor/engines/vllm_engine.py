@@ -67,7 +67,7 @@ Left to itself vLLM takes nine tenths of the machine's memory.
 
 
 class _Fresh(NamedTuple):
-    """What `submit` was given for completions without `cached_at`."""
+    """The arguments of a call of `submit` without `cached_at`."""
 
     prompt_token_ids: Sequence[int]
     sampling: Sampling

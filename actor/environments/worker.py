@@ -48,7 +48,7 @@ NUM_THREADS = 512
 own bound, six on two cores, episodes would wait for each other until their time is up."""
 
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
-"""What the user's code may raise: it may also call `sys.exit`, or raise an interrupt."""
+"""Exceptions that the user's code may raise, which may also call `sys.exit` or raise an interrupt."""
 
 
 class Worker:

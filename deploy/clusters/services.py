@@ -39,18 +39,18 @@ def notice_s(config: Config) -> int:
 
 NOTICE_S = 300
 """Seconds that a cluster gives the learner between SIGTERM and its end."""
-LEARNER_MARGIN_S = 15
-"""Seconds of them in which the process ends."""
+LEARNER_GRACE_S = NOTICE_S - 15
+"""Seconds of them until the learner is done; the rest is for the end of its process."""
 
 
 def moving_settings(config: Config) -> list[str]:
     """Return the settings by which one command begins a run and goes on with it; the user's `run.grace_s` stays."""
-    grace = [] if config.run.grace_s is not None else [f"run.grace_s={NOTICE_S - LEARNER_MARGIN_S}"]
+    grace = [] if config.run.grace_s is not None else [f"run.grace_s={LEARNER_GRACE_S}"]
     return ["run.resume=auto", *grace]
 
 
 def torchrun_options(config: Config) -> list[str]:
     """Return the options of torchrun for a learner of several processes on one machine that `moving_settings` pauses."""
-    grace_s = math.ceil(config.run.grace_s or NOTICE_S - LEARNER_MARGIN_S)
+    grace_s = math.ceil(config.run.grace_s or LEARNER_GRACE_S)
     # By default, torchrun kills the processes 30 s after SIGTERM, in the middle of a checkpoint.
     return ["--standalone", f"--nproc-per-node={config.launch.learner_processes}", f"--shutdown-timeout={grace_s}"]

@@ -133,7 +133,7 @@ class Preparation:
                     frozen,
                     self._advantage,
                     estimator=self._kl.estimator,
-                    kl_coefficient=self._kl.reward_coef if self._kl.loss_coef or not self._kl.reward_coef else kl_coefficient,
+                    kl_coefficient=kl_coefficient if self._kl.reward_coef and not self._kl.loss_coef else self._kl.reward_coef,
                 )
             )
         return scale_advantages(prepared, self._advantage, num_alike=num_alike)

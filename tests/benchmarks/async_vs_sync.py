@@ -178,7 +178,7 @@ SINGLE = (
     f"actor.max_inflight_groups={NUM_COMPLETIONS}",
     "advantage.baseline=zero",
 )
-"""As many completions per step and in flight as with groups, each alone."""
+"""Settings for completions that are each alone; a step has as many as with groups, and as many are in flight."""
 
 
 def engine() -> None:

@@ -48,6 +48,15 @@ class Run:
     def mirror(self, *, resume: bool = False) -> Mirror:
         return open_mirror(self.folder, self.url, self.record, resume=resume)
 
+    def remake(self) -> Mirror:
+        """Mirror checkpoint 8, set it aside, and make it again after a restart; return the restarted learner's mirror."""
+        self.save(8)
+        self.mirror().upload()
+        checkpoints.set_aside(self.folder / "checkpoints/step-00000008")
+        uploads = self.mirror(resume=True)
+        self.save(8, b"remade!")
+        return uploads
+
     def there(self) -> set[str]:
         return set(sizes_in(open_storage(self.url)))
 
@@ -94,11 +103,7 @@ def test_what_the_run_deleted_goes_after_what_is_new_has_come(run: Run) -> None:
 
 def test_checkpoint_that_is_made_again_replaces_the_one_of_its_name(run: Run, tmp_path: Path) -> None:
     run.save(4)
-    run.save(8)
-    run.mirror().upload()
-    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
-    uploads = run.mirror(resume=True)
-    run.save(8, b"remade!")
+    uploads = run.remake()
     uploads.upload()
     assert fetch_run(tmp_path / "other", run.url)
     fetched = tmp_path / "other/checkpoints/step-00000008"
@@ -109,11 +114,7 @@ def test_checkpoint_that_is_made_again_replaces_the_one_of_its_name(run: Run, tm
 def test_mirrors_only_checkpoint_is_replaced_once_there_is_another(run: Run) -> None:
     weights = "checkpoints/step-00000008/rank.safetensors"
     storage = open_storage(run.url)
-    run.save(8)
-    run.mirror().upload()
-    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
-    uploads = run.mirror(resume=True)
-    run.save(8, b"remade!")
+    uploads = run.remake()
     uploads.upload()
     assert storage.cat_file(weights) == b"weights"
     run.save(12)
@@ -126,11 +127,7 @@ def test_mirrors_only_checkpoint_is_replaced_once_there_is_another(run: Run) -> 
 
 def test_replaced_checkpoint_is_never_whole_with_files_of_two(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(4)
-    run.save(8)
-    run.mirror().upload()
-    checkpoints.set_aside(run.folder / "checkpoints/step-00000008")
-    uploads = run.mirror(resume=True)
-    run.save(8, b"remade!")
+    uploads = run.remake()
     put, seen = uploads._storage.put_file, list[set[str]]()
 
     def look_and_put(*arguments: Any, **options: Any) -> None:
