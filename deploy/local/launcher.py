@@ -146,6 +146,12 @@ class Service:
             if log is not None:
                 bound_log(log, max_bytes)
 
+    @property
+    def wrote_here(self) -> bool:
+        """The first process that failed wrote to this terminal, not to a log."""
+        failed = (log for process, log in zip(self._processes, self._logs, strict=True) if process.status())
+        return next(failed, None) is None
+
     def last_words(self) -> str:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
@@ -346,18 +352,21 @@ class Launcher:
         status = service.status
         if not status:
             return status
+        problem = f"{service.name} ended with {_describe(status)}"
+        # Read before the service's other processes are killed, which counts as a failure too.
+        wrote_here, last_words = service.wrote_here, service.last_words()
         service.kill()
         self._devices.forget(service.name)
-        problem = f"{service.name} ended with {_describe(status)}"
         if service is self._learner and status == USER_ERROR_STATUS:
-            # The learner has named the mistake on this terminal.
+            if not wrote_here:
+                logger.error("%s. %s", problem, last_words)
             return status
         # A restart would fail in the same way. Only an actor that gave up may find its learner the next time.
         is_final = status == USER_ERROR_STATUS or (service is self._learner and status == GAVE_UP_STATUS)
         wait_s = None if is_final else service.budget.spend(now)
         if wait_s is None:
             tried = "" if is_final else f" after {service.budget} restarts (launch.max_restarts)"
-            raise LaunchError(f"{problem}{tried}. {service.last_words()}")
+            raise LaunchError(f"{problem}{tried}. {last_words}")
         logger.warning("%s; restart %s in %g s", problem, service.budget, wait_s)
         service.restart_at = now + wait_s
         return None

@@ -179,6 +179,14 @@ def test_mistake_of_the_user_ends_the_run_at_once(services: Services) -> None:
     assert len(services.starts("learner")) == 1
 
 
+def test_mistake_that_only_a_later_rank_sees_ends_the_run_with_the_end_of_its_log(
+    services: Services, caplog: pytest.LogCaptureFixture
+) -> None:
+    services.does("learner-1", "print('error: model.path'); sys.exit(2)")
+    assert services.launcher(learner_processes=2).run() == 2
+    assert "error: model.path" in caplog.text
+
+
 def test_mistake_that_only_an_actor_sees_ends_the_run_with_the_end_of_its_log(services: Services) -> None:
     services.does("actor-0", "print('error: task.reward'); sys.exit(2)")
     with pytest.raises(LaunchError, match=r"actor-0 ended with exit status 2(.|\n)*error: task.reward"):
