@@ -34,7 +34,9 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 MEET_S = 600.0
 """Longest wait for the other ranks to start. Rank 0 reads the data before it joins."""
 CONNECT_S = 12.0
-"""Limit for connecting ranks that have all started. gloo's rank that is connected to waits five times as long."""
+"""Limit for connecting ranks that have all started."""
+ALL_CONNECT_S = 5 * CONNECT_S
+"""Longest wait for the other ranks' connections, as long as gloo's rank that is connected to waits."""
 ANSWER_S = 5.0
 """Longest wait for rank 0's port to answer, before the next try."""
 LOOK_S = 0.2
@@ -138,7 +140,12 @@ def _meet(rank: int, world_size: int) -> Store:
     places = ", ".join(sorted({store.get(key).decode() for key in keys}))
     with doing(logger, f"connecting the learner processes through {places}"):
         try:
-            dist.ProcessGroupGloo(PrefixStore("offbeat/trial", store), rank, world_size, timedelta(seconds=CONNECT_S))
+            trial = dist.ProcessGroupGloo(PrefixStore("offbeat/trial", store), rank, world_size, timedelta(seconds=CONNECT_S))
+            store.set(f"offbeat/connected/{rank}", "")
+            connected = [f"offbeat/connected/{other}" for other in range(world_size)]
+            store.wait(connected, timedelta(seconds=ALL_CONNECT_S))
+            # Not before: it closes connections that a slower rank may still be making.
+            del trial
         except RuntimeError as error:
             problem = f"the learner processes cannot connect to each other through {places} ({reason_of(error)})"
             cure = (
