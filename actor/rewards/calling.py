@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 from typing import NamedTuple
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
@@ -260,6 +261,8 @@ class WorkerProcesses:
         return future.result()
 
     def _make_pool(self) -> ProcessPool:
+        # Started first: it deletes the pool's semaphores if this process is killed while it makes them.
+        resource_tracker.ensure_running()
         # Spawned: a fork of a process that runs an engine's threads can hang.
         pool = ProcessPool(
             self._num_workers,

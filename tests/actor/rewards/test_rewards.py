@@ -409,6 +409,27 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+def test_process_that_is_killed_while_the_reward_processes_start_leaves_no_semaphore() -> None:
+    name = f"mp-test{os.getpid()}-{time.time_ns()}"
+    program = f"""
+        import os, signal
+        from multiprocessing import synchronize, util
+        from tests.actor.rewards.reward_harness import make_runner_of
+
+        def die(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        synchronize.SemLock._make_name = staticmethod(lambda: "/{name}")
+        util.spawnv_passfds = die  # what starts the resource tracker
+        make_runner_of("math_answer")
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
+    semaphore = Path(f"/dev/shm/sem.{name}")
+    is_left = semaphore.exists()
+    semaphore.unlink(missing_ok=True)
+    assert (ended.returncode, is_left) == (-signal.SIGKILL, False)
+
+
 def children_of(pid: int) -> list[int]:
     """Return live children except multiprocessing's resource tracker, which ends by itself."""
     lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
