@@ -228,13 +228,16 @@ class Run:
 
     def _error_text(self) -> str:
         """Return the errors that the command has printed; the end of its log where it printed none."""
-        with self._log.open("rb") as log:
-            # A log that has grown too large was emptied meanwhile.
-            log.seek(self._log_start if self._log.stat().st_size >= self._log_start else 0)
-            lines = log.read().decode(errors="replace").splitlines()
+        status = self._process.returncode
+        try:
+            with self._log.open("rb") as log:
+                # A log that has grown too large was emptied meanwhile.
+                log.seek(self._log_start if self._log.stat().st_size >= self._log_start else 0)
+                lines = log.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return f"the run ended with status {status}. {self._log} was deleted or renamed."
         found = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         if not found:
-            status = self._process.returncode
             return "\n".join([f"the run ended with status {status}. The end of {self._log}:", *lines[-LAST_LINES:]])
         errors = [lines[number].removeprefix("error: ") for number in found]
         # The last one may quote the end of a service's log.

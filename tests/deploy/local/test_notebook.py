@@ -200,6 +200,11 @@ def test_start_that_ends_without_a_word_shows_the_end_of_its_log() -> None:
         train('write(kind="event", event="actor_joined"); 1 / 0')
 
 
+def test_end_of_a_run_whose_log_was_deleted_is_told() -> None:
+    with pytest.raises(offbeat.RunError, match=r"ended with status 2\. .*train\.log was deleted or renamed"):
+        train('(folder / "logs" / "train.log").unlink(); sys.exit(2)')
+
+
 def test_error_is_found_in_a_log_that_was_emptied_because_it_was_too_large() -> None:
     Path("run/logs").mkdir(parents=True)
     Path("run/logs/train.log").write_text("error: of an earlier start\n" * 10)
