@@ -30,6 +30,7 @@ from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
 from offbeat.common.models.images import ImageReader
+from offbeat.common.processes.gpu_turn import ActorTurn, EngineTurns
 from offbeat.common.processes.own_process import report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
@@ -42,7 +43,7 @@ from offbeat.protocols.wire import Frame, token_ids
 
 logger = logging.getLogger(__name__)
 
-Activity = Literal["generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"]
+Activity = Literal["generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards", "wait_gpu"]
 
 
 class LoopSeconds:
@@ -95,7 +96,10 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
         learner_key=keys.learner_key,
     )
     with contextlib.closing(judge), link:
+        turn = ActorTurn.of_process()
         with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
+            if turn is not None:
+                turn.begin()
             engine = make_engine(
                 config.actor.engine,
                 str(model),
@@ -108,6 +112,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     images=images,
                     records_experts=config.loss.routing_replay == "sampled",
                     has_turns=bool(config.task.environment),
+                    sleeps=turn is not None,
                 ),
             )
         report_ready()
@@ -132,10 +137,24 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
             )
             leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
             service = ActorService(
-                identity=identity, config=config, engine=engine, leases=leases, outbox=outbox, link=link, stop=stop
+                identity=identity,
+                config=config,
+                engine=engine,
+                leases=leases,
+                outbox=outbox,
+                link=link,
+                stop=stop,
+                gpu=None if turn is None else _turns_of(engine, turn),
             )
             with serving(service.page, config.metrics.actor_bind):
                 return service.run()
+
+
+def _turns_of(engine: Engine, turn: ActorTurn) -> EngineTurns:
+    from offbeat.actor.engines.vllm_engine import VllmEngine
+
+    assert isinstance(engine, VllmEngine), "the device plan gives turns to vLLM alone"
+    return EngineTurns(turn, engine.sleep, engine.wake)
 
 
 class ActorService:
@@ -151,9 +170,14 @@ class ActorService:
         outbox: Outbox,
         link: Link,
         stop: StopRequest,
+        gpu: EngineTurns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`gpu`: the engine's turns on a GPU that the learner uses too; None: the engine has its memory for itself."""
         self._config = config
+        self._gpu = gpu
+        self._is_awake = True
+        """The engine may work: the GPU is not the learner's."""
         self._engine = engine
         self._leases = leases
         self._outbox = outbox
@@ -190,12 +214,14 @@ class ActorService:
         with contextlib.closing(self._weights), contextlib.closing(self._learner):
             while self._end_reason is None:
                 self._keep_in_touch()
-                self._commit_weights()
+                self._share_gpu()
+                if self._is_awake:
+                    self._commit_weights()
                 if self._stop:
                     self._leases.return_waiting()
-                else:
+                elif self._is_awake:
                     self._leases.start_ready()
-                if self._engine.num_unfinished:
+                if self._engine.num_unfinished and self._is_awake:
                     self._generate()
                 self._leases.collect()
                 self._send_answers()
@@ -232,6 +258,12 @@ class ActorService:
             self._learner.send_heartbeat(self._heartbeat())
         return self._learner.busy(self._config.weights.timeout_s, "an update of the weights")
 
+    def _share_gpu(self) -> None:
+        """Let the learner have the GPU between two steps of the engine, and take it back."""
+        if self._gpu is not None:
+            with self._seconds.spent_on("wait_gpu"), self._learner.busy(STEP_LIMIT_S, "a change of turns on the GPU"):
+                self._is_awake = self._gpu.look()
+
     def _commit_weights(self) -> None:
         """Report the end of a weight transfer; after a success, swap the weights in."""
         outcome = self._weights.outcome()
@@ -259,6 +291,8 @@ class ActorService:
 
     def _longest_wait_s(self) -> float:
         """Return how long the next read may wait for a message."""
+        if not self._is_awake:
+            return IDLE_WAIT_S
         if self._engine.num_unfinished:
             return 0.0
         is_change_expected = (
@@ -279,6 +313,8 @@ class ActorService:
             received = self._learner.receive(0.0)
 
     def _reason_to_wait(self) -> Activity:
+        if not self._is_awake:
+            return "wait_gpu"
         if self._leases.sampler.is_waiting:
             return "wait_rewards"
         is_behind = self._leases.are_waiting_for_weights or self._engine.policy_version is None

@@ -10,14 +10,16 @@ actors -> HubThread -> Dispatcher -> TrainingLoop -> RankedTrainer -> WeightPubl
 | `WeightPublisher` | its own | a snapshot | weights to actors, during the next steps |
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
 from offbeat.common.errors import ServiceError
+from offbeat.common.processes.gpu_turn import LearnerTurn
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow, FinalRow, Recorder
 from offbeat.common.records.run_folder import MODEL
@@ -89,6 +91,8 @@ class TrainingLoop:
     step_rows: StepRows
     wake_hub: Callable[[], None]
     """Lets the hub's thread see at once what the dispatcher has to send or grant."""
+    gpu_turn: LearnerTurn | None = None
+    """The learner's turns on a GPU that the actors use too; None: the learner has its memory for itself."""
 
     def __post_init__(self) -> None:
         self._checkpointed: int | None = None
@@ -177,7 +181,8 @@ class TrainingLoop:
         first_version = self.trainer.policy_version
         phases.begin("train", f"training step {first_version + 1}")
         self._tune_trainer()
-        steps = self.trainer.train_batch(list(groups))
+        with self._gpu(phases):
+            steps = self.trainer.train_batch(list(groups))
         policy_version = self.trainer.policy_version
         self.dispatcher.finish_batch(groups, policy_version)
         self.wake_hub()
@@ -195,6 +200,19 @@ class TrainingLoop:
         }
         self.step_rows.record(steps, groups, first_version, seconds, fleet)
         self.wake_hub()
+
+    @contextlib.contextmanager
+    def _gpu(self, phases: Phases) -> Iterator[None]:
+        """Have the GPU inside the `with` block, where the actors use it in turns with this process."""
+        if self.gpu_turn is None:
+            yield
+            return
+        phases.begin("wait_gpu", "waiting for the actors to give up the GPU")
+        # Only engines that are awake take weights.
+        self.publisher.wait_until_taken()
+        with self.gpu_turn.taken():
+            phases.begin("train", f"training step {self.trainer.policy_version + 1}")
+            yield
 
     def _save_checkpoint(self) -> None:
         version = self.trainer.policy_version

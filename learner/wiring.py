@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.common.processes.environment import launcher_rank
+from offbeat.common.processes.gpu_turn import LearnerTurn
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.records.rows import Recorder
@@ -120,7 +121,9 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     keep = config.train.keep_checkpoints
     checkpoints = Checkpoints(folder, trainer, dispatcher, run.auto_bound, inputs.identity, keep, record)
     step_rows = StepRows(dispatcher, run.auto_bound, demand, curriculum, samples, watch, record)
-    loop = TrainingLoop(config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake)
+    loop = TrainingLoop(
+        config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake, LearnerTurn.of_process()
+    )
     logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(
         loop,

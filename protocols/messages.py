@@ -74,7 +74,8 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_groups_sent: Natural = 0
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
-    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`,
+    `wait_gpu`."""
     judge: Counts = {}
     """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`."""
     environment: Counts = {}

@@ -33,6 +33,8 @@ class EngineSettings(NamedTuple):
     """Completions come with their experts."""
     has_turns: bool = False
     """Prompts go on from earlier ones, as the turns of an episode do."""
+    sleeps: bool = False
+    """The engine will be asked to give the GPU's memory back, which vLLM alone can."""
 
 
 class Completion(NamedTuple):

@@ -109,6 +109,8 @@ class VllmEngine:
             if current_platform.is_cpu():
                 problem = "vLLM records the experts of a mixture on GPUs only"
                 raise SettingError("loss.routing_replay", "sampled", problem, 'Set actor.engine="transformers".')
+        if settings.sleeps and not current_platform.is_cpu():
+            own |= {"enable_sleep_mode": True}
         has_files = has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
@@ -217,6 +219,20 @@ class VllmEngine:
             logprobs=np.array(scored.prompt_logprobs.logprobs, np.float32),
             routed_experts=_routed_experts(scored.outputs[0].routed_experts, num_tokens=len(token_ids) - 1),
         )
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until `wake`, which comes before any other call but `submit` and `abort`.
+
+        The weights wait in the host's memory. Unfinished completions go on from a new pass over their prompt and tokens. On a
+        CPU the engine stops and gives nothing back.
+        """
+        self._finish_steps_in_flight()
+        # "keep": completions stay; those that run are preempted, because level 1 drops their keys and values.
+        self._engine.sleep(1, "keep")
+
+    def wake(self) -> None:
+        """Take the memory back that `sleep` has given up."""
+        self._engine.wake_up()
 
     def close(self) -> None:
         with _no_collections():

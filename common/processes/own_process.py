@@ -13,6 +13,8 @@ READY_VARIABLE = "OFFBEAT_READY_FILE"
 """Environment variable with the file that a service makes when it is ready; set where it shares a GPU with others."""
 GPU_BYTES_VARIABLE = "OFFBEAT_GPU_BYTES"
 """Environment variable with the bytes of its GPU that a learner process takes at its start; set where actors share the GPU."""
+TURN_VARIABLE = "OFFBEAT_GPU_TURN"
+"""Environment variable with the file by whose locks the learner and the actors use one GPU in turns; set where they do."""
 GPU_RESERVE = 0.05
 """Part of a shared GPU that is promised to nobody, because the sums of the plan are estimates."""
 ROOM_VARIABLE = "OFFBEAT_ROOM"

@@ -172,7 +172,8 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     num_running_completions: int
     """Completions in its engine now."""
     seconds: dict[str, float]
-    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`,
+    `wait_gpu`."""
     judge: dict[str, float] = {}
     """Use of the judge by all processes of the actor: `requests` sent, `failed` ones, answers that were `cached`, `tokens`, and
     `seconds` of all requests. Absent in a run without a judge."""

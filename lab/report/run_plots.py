@@ -28,6 +28,7 @@ ACTOR_WORK = {
     "commit_weights": ("take weights", figures.ORANGE),
     "wait_weights": ("wait for weights", figures.PALE_ORANGE),
     "wait_rewards": ("wait for rewards", figures.PALE_RED),
+    "wait_gpu": ("learner has the GPU", figures.GOLD),
     "wait_leases": ("wait for leases", figures.GRAY),
 }
 """Label and color of each part of an actor's time."""

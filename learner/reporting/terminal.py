@@ -46,6 +46,7 @@ _ACTOR_WORK = {
     "wait_leases": "waits for leases",
     "wait_weights": "waits for weights",
     "wait_rewards": "waits for rewards",
+    "wait_gpu": "sleeps while the learner has the GPU",
 }
 _ACTOR_EVENTS = {"actor_joined": "joined", "actor_lost": "lost", "actor_left": "left", "actor_excluded": "excluded"}
 

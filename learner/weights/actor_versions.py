@@ -100,6 +100,10 @@ class ActorVersions:
             if self._is_behind(one, newest) and not self._is_awaited(one, newest) and self._must_pull(one) is by_pull
         ]
 
+    def lacking(self, recipients: Iterable[Recipient], newest: int) -> list[Recipient]:
+        """Return the actors that lack the newest version, and are not left out."""
+        return [one for one in recipients if self._is_behind(one, newest)]
+
     def is_eligible(self, recipient: Recipient) -> bool:
         """Return whether the collective can reach this actor now."""
         return recipient.peer in self._eligible

@@ -94,12 +94,14 @@ class WeightPublisher:
         """Pulls that ended since the last `_tell`."""
         self._num_delta_errors = 0
         """Pulls of all weights because differences failed."""
+        self._actors: Subscribers | None = None
         self._thread: threading.Thread | None = None
 
     # The training thread
 
     def start(self, actors: Subscribers) -> None:
         """Begin to look for actors that are behind."""
+        self._actors = actors
         self._server.start(tend=lambda: self._tend_pulls(actors), on_failure=actors.fail)
         if self._collective is not None:
             arguments = (actors, self._collective)
@@ -116,6 +118,16 @@ class WeightPublisher:
         with self._changed:
             self._changed.notify_all()
         self._server.wake()
+
+    def wait_until_taken(self) -> None:
+        """Wait until all live actors have the newest version. Unblocked by: their commits and exclusions, or `close`."""
+        while self._actors is not None and not self._closing.is_set():
+            recipients = self._actors.recipients()
+            newest = self._snapshots.newest_version
+            with self._changed:
+                if newest is None or not self._actor_versions.lacking(recipients, newest):
+                    return
+                self._changed.wait(LOOK_S)
 
     def close(self) -> None:
         """End the threads, within the deadline of the phase they are in."""

@@ -21,6 +21,7 @@ from offbeat.actor.rewards.samples import Sample
 from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.service import ActorService
 from offbeat.common.models.images import ImagePatches
+from offbeat.common.processes.gpu_turn import EngineTurns
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.weights.flat import WeightBuffer, make_layout
@@ -271,7 +272,7 @@ class Learner:
 class Actor:
     """An `ActorService` on a thread."""
 
-    def __init__(self, config: Config, engine: FakeEngine) -> None:
+    def __init__(self, config: Config, engine: FakeEngine, gpu: EngineTurns | None = None) -> None:
         self.engine = engine
         self.rewards = FakeRewards()
         self.stop = FakeStop()
@@ -290,6 +291,7 @@ class Actor:
             outbox=outbox,
             link=self._link,
             stop=cast(StopRequest, self.stop),
+            gpu=gpu,
             clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.page = self._service.page
@@ -337,6 +339,7 @@ def actor_of(
     routing_interval: int = 10,
     leave: Literal["finish", "return"] = "finish",
     address: str = "",
+    gpu: EngineTurns | None = None,
 ) -> Iterator[Actor]:
     """Yield an actor that connects to the learner, or to another `address`."""
     config = Config(
@@ -350,7 +353,7 @@ def actor_of(
         metrics=MetricsSection(routing_interval=routing_interval),
     )
     with patch("offbeat.actor.contact.HEARTBEAT_S", heartbeat_s):
-        actor = Actor(config, FakeEngine(policy_version))
+        actor = Actor(config, FakeEngine(policy_version), gpu)
         try:
             yield actor
         finally:

@@ -1,10 +1,11 @@
 """The actor's loop against a real hub: credit, and the loop's end."""
 
 import time
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 
+from offbeat.common.processes.gpu_turn import EngineTurns
 from offbeat.protocols.messages import Ack, Credit, CreditLimit, Goodbye, GroupDone, LeaseFailed, SayHello, Stop
 from tests.actor.actor_harness import CANARY, LEAVE_WITHIN_S, Learner, actor_of, eventually
 
@@ -55,6 +56,33 @@ def test_leaving_actor_finishes_what_it_began_and_gives_back_what_it_did_not(lea
         assert learner.wait(Goodbye).reason.startswith("SIGTERM")
         assert learner.hears_no(LeaseFailed, 0.0)
         assert actor.engine.aborted == []
+
+
+class Turns:
+    """The engine's turns on a GPU, which the test gives and takes."""
+
+    is_awake = True
+
+    def look(self) -> bool:
+        return self.is_awake
+
+
+def test_actor_steps_no_engine_that_sleeps_and_stays_in_touch(learner: Learner) -> None:
+    turns = Turns()
+    with actor_of(learner, gpu=cast(EngineTurns, turns)) as actor:
+        learner.welcome()
+        learner.lease(1)
+        assert learner.wait(GroupDone).lease_id == 1
+        learner.send(Ack(lease_id=1, outcome="accepted"))
+        turns.is_awake = False
+        learner.wait_heartbeat(lambda heartbeat: heartbeat.stats.seconds["wait_gpu"] > 0)
+        learner.lease(2)
+        learner.wait_until_held(2)
+        assert actor.engine.num_unfinished == 0
+        assert learner.hears_no(GroupDone, 0.1)
+        turns.is_awake = True
+        assert learner.wait(GroupDone).lease_id == 2
+        learner.send(Ack(lease_id=2, outcome="accepted"))
 
 
 @pytest.mark.parametrize("leave", ["finish", "return"])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.own_process import TURN_VARIABLE
 from offbeat.common.settings.loading import load
 from offbeat.lab.audit import audit
 from offbeat.learner.calibration.calibration import save_calibration
@@ -178,6 +179,21 @@ def test_rows_added_to_the_data_are_trained_on_from_the_next_epoch_on(
     checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))
     assert [check.violations for check in checks] == [[]] * len(checks)
     assert any("of 64, then 72 prompts" in check.seen for check in checks)
+
+
+def test_engines_that_sleep_while_the_learner_trains_sample_with_the_weights_that_they_say(
+    services: Services, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As the launcher sets it where a GPU is used in turns. On a CPU the engines stop, and give no memory back.
+    monkeypatch.setenv(TURN_VARIABLE, str(tmp_path / "gpu.turn"))
+    config = write_config(tmp_path, tiny_model, launch={"num_actors": 2}, train={"num_steps": 4, "groups_per_step": 4})
+    train = services.start("train", config)
+    assert services.wait(train, "train") == 0, services.output("train")
+    assert_books_balance(services, leased=16, trained=16)
+    slept = {row["actor"]: row["seconds"]["wait_gpu"] for row in services.rows("run", "actor")}
+    assert all(seconds > 0 for seconds in slept.values()) and len(slept) == 2
+    checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))
+    assert [check.violations for check in checks] == [[]] * len(checks)
 
 
 def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from offbeat.common.errors import LostProcessError
+from offbeat.common.processes.gpu_turn import LearnerTurn
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EvalRow, LedgerSums, Recorder, Row, row_fields
 from offbeat.common.settings.config import Config, DataSection, ModelSection, RolloutSection, RunSection, WeightsSection
@@ -196,8 +197,22 @@ class FakePublisher:
         assert policy_version in self._canary._logprobs
         self._calls.append(f"publish {policy_version}")
 
+    def wait_until_taken(self) -> None:
+        self._calls.append("taken by all")
+
     def close(self) -> None:
         self._calls.append("close publisher")
+
+
+class FakeTurn:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self._calls.append("gpu")
+        yield
+        self._calls.append("gpu is free")
 
 
 class FakeCheckpoints:
@@ -318,6 +333,14 @@ def test_weights_are_published_before_the_first_wait_and_after_each_step() -> No
         *("train to 2", "finish 2", "snapshot 2", "publish 2", "announce 2 last"),
         "save run/model",
     ]
+
+
+def test_learner_that_shares_a_gpu_in_turns_has_it_for_training_alone_when_all_have_the_weights() -> None:
+    bench = Bench(num_steps=1)
+    bench.loop.gpu_turn = cast(LearnerTurn, FakeTurn(bench.calls))
+    assert bench.loop.run(bench.stop) == "finished"
+    assert bench.calls[3:8] == ["taken by all", "gpu", "train to 1", "gpu is free", "finish 1"]
+    assert bench.dispatcher.activities[2:4] == ["training step 1", "waiting for the actors to give up the GPU"]
 
 
 def test_operators_see_what_the_learner_is_doing() -> None:

@@ -237,6 +237,31 @@ def test_weights_that_sampled_no_token_have_no_segment(engine, references):
     assert finished["a"].segments in ((Segment(1, 0), Segment(3, 3)), (Segment(1, 0),))
 
 
+def test_completions_go_on_exactly_after_the_engine_has_slept(kind, engine, references):
+    if kind != "vllm":
+        pytest.skip("only vLLM gives memory back")
+    load(engine, references[0], 0)
+    for index in range(8):
+        engine.submit([str(index)], PROMPTS[index % 4], Sampling(60))
+    finished = step(engine, 10)
+    engine.sleep()
+    num_tokens = engine.num_generated_tokens
+    engine.submit(["meanwhile"], PROMPTS[0], Sampling(20))
+    engine.abort(["0"])
+    finished |= step(engine, 3)
+    assert engine.num_generated_tokens == num_tokens, "it sampled in its sleep"
+    engine.wake()
+    load(engine, references[1], 1)
+    finished |= finish(engine)
+    assert set(finished) >= {"meanwhile", *"1234567"}
+    assert_logprobs(references[1], PROMPTS[0], finished["meanwhile"])
+    for index in range(1, 8):
+        completion, prompt = finished[str(index)], PROMPTS[index % 4]
+        for first, last, reference in ((0, 10, references[0]), (10, None, references[1])):
+            expected = reference_logprobs(reference, prompt, completion.token_ids.tolist())
+            np.testing.assert_allclose(completion.behavior_logprobs[first:last], expected[first:last], atol=TOLERANCE)
+
+
 def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
     """Keys of running completions stay in the cache, and a later request may have the same prompt."""
     prompt = [5 + index % 30 for index in range(200)]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine, EngineSettings
+from offbeat.actor.engines.vllm_engine import VllmEngine
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
@@ -31,7 +32,7 @@ Tell = Callable[[str, object], None]
 
 
 @contextmanager
-def running(folder: Path, **options: Any) -> Iterator[Engine]:
+def running(folder: Path, *, sleeps: bool = False, **options: Any) -> Iterator[Engine]:
     """Yield an engine in bfloat16, with CUDA graphs unless an option says otherwise."""
     engine = make_engine(
         "vllm",
@@ -42,6 +43,7 @@ def running(folder: Path, **options: Any) -> Iterator[Engine]:
             hashes=ModelHashes("", "", ""),
             seed=3,
             options={"gpu_memory_utilization": 0.2, **options},
+            sleeps=sleeps,
         ),
     )
     yield engine
@@ -128,6 +130,31 @@ def test_log_probs_under_cuda_graphs_are_those_of_a_forward_pass_after_each_upda
     record_property(
         MEASURED, f"engine against learner, bfloat16: {np.abs(together).mean():.1e} nats, {largest(together):.1e} at most"
     )
+
+
+def test_engine_that_has_slept_goes_on_exactly_and_had_given_its_memory_back(tiny_model: Path, record_property: Tell) -> None:
+    models = [moved(tiny_model, version) for version in range(2)]
+    with running(tiny_model, sleeps=True) as engine:
+        assert isinstance(engine, VllmEngine)
+        load(engine, models[0], 0)
+        engine.submit(["a"], TOKENS[:4], Sampling(64, 1.0))
+        for _ in range(10):
+            assert not engine.step()
+        free_bytes = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        freed_gib = (torch.cuda.mem_get_info()[0] - free_bytes) / 2**30
+        engine.wake()
+        load(engine, models[1], 1)
+        finished = []
+        while engine.num_unfinished:
+            finished += engine.step()
+    (completion,) = finished
+    tokens = [*TOKENS[:4], *completion.token_ids.tolist()]
+    for segment, (first, last) in zip(completion.segments, ((0, 10), (10, None)), strict=False):
+        expected = forward(models[segment.policy_version], tokens)[3:]
+        assert largest(completion.behavior_logprobs[first:last] - expected[first:last]) < OTHER_KERNELS
+    assert freed_gib > 1.0, "the KV cache alone is larger"
+    record_property(MEASURED, f"a sleeping engine gives back {freed_gib:.1f} GiB")
 
 
 def test_fp8_engine_takes_bfloat16_weights_again_and_again(tiny_model: Path, record_property: Tell) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
+from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, TURN_VARIABLE, has_threads, show_arguments
 from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
 from offbeat.deploy.local.forks import WARM_MODULE, run_module
 from offbeat.deploy.local.starts import PROGRAM
@@ -33,7 +33,7 @@ MODULES = (PROGRAM[2], WARM_MODULE)
 """The modules that a service may start as `python -m MODULE`, and that are forked instead."""
 LATE_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *(PARENT_VARIABLE, ROOM_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
+    *(PARENT_VARIABLE, ROOM_VARIABLE, TURN_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
 }
 """Environment variables that are only read after the imports. A service that differs in any other gets a real start."""
 MODULES_OF_SERVICES = (

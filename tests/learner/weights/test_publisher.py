@@ -151,6 +151,21 @@ def test_actor_that_is_not_ready_is_excluded_and_the_update_goes_on_without_it(b
     assert bench.excluded() == ["weights 0: b was late; left out for 2 s"]
 
 
+def test_wait_for_an_update_ends_when_each_actor_has_it_or_is_left_out(benches: Callable[..., Bench]) -> None:
+    bench = benches(*(actor(name) for name in "abc"))
+    bench.publish(0)
+    waiting = threading.Thread(target=bench.publisher.wait_until_taken, daemon=True)
+    waiting.start()
+    # "c" has died.
+    outcome = BroadcastOutcome(is_sent=True, absent=[Absent(actor("b"), "was late")])
+    bench.transfer(outcome, actor("a"), actor("b"))
+    waiting.join(3 * publisher_module.LOOK_S)
+    assert waiting.is_alive(), "a has not committed"
+    bench.live = [actor("a", 0), actor("b")]
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
 def test_broadcast_that_broke_is_repeated_with_everybody(benches: Callable[..., Bench]) -> None:
     a, b = actor("a"), actor("b")
     bench = benches(a, b)
