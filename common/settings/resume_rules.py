@@ -96,7 +96,7 @@ recorded | actor: name engine engine_options max_inflight_groups on_update rewar
 recorded | evaluation: interval num_prompts group_size temperature pass_reward function | No training depends on it.
 recorded | metrics: tensorboard wandb_project mlflow_experiment trackio_project bind actor_bind callback routing_interval
     | It only decides what is reported, and where.
-recorded | launch: num_actors learner_gpus actor_gpus max_restarts | A run may have more or fewer actors.
+recorded | launch: num_actors learner_gpus actor_gpus gpu_sharing max_restarts | A run may have more or fewer actors.
 recorded | scale: actors auto min max max_actor_hours | `offbeat set` may change it during the run, too.
 refused | launch: learner_processes | The optimizer's state is stored in one part for each process.
 recorded | software / offbeat, python, torch, deepspeed, transformers

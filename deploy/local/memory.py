@@ -115,6 +115,16 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
     )
 
 
+def at_rest(need: Need) -> Need:
+    """Return what is left of a learner process's memory between two batches."""
+    return Need(tuple(part for part in need.parts if part.name not in ("activations", "optimizer step")))
+
+
+def beside_sleepers(need: Need, num_engines: int) -> Need:
+    """Return what a learner process and sleeping engines take together: context and CUDA graphs stay, as much as awake."""
+    return Need((*need.parts, MemoryPart("sleeping engines", num_engines * ENGINE_BYTES, True)))
+
+
 def _gradient_bytes(config: Config, stage: int, num_trained: float, owned: float) -> float:
     """Return the gradients at the end of a backward pass, and the buffer in which ranks add them up."""
     if stage >= 2:

@@ -4,17 +4,20 @@ The learner comes first, one GPU to each of its processes; the actors get the re
 with each other or with the learner, and each gets a stated share of the memory. Settings that name GPUs or shares win. The plan
 is a pure function of settings, GPUs and the model's sizes; `inventory` and `memory` find those.
 
+Where parts do not fit on a single GPU, learner and actors use it in turns (`common.processes.gpu_turn`).
+
 `DeviceTurns` gives each process its part when it starts. An engine measures the memory of its GPU meanwhile, and takes for its
 own what others allocate. So the learner takes its part first, and the actors of one GPU start one after the other.
 """
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, READY_VARIABLE
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, READY_VARIABLE, TURN_VARIABLE
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.library_options import SHARE_OPTIONS
 from offbeat.deploy.local import memory
@@ -50,6 +53,8 @@ class DevicePlan(NamedTuple):
     can_use_nccl: bool
     """True if no two processes of the weights' broadcast share a GPU, which NCCL refuses."""
     engine: Engine = "vllm"
+    has_turns: bool = False
+    """Learner and actors use the one GPU in turns."""
     notes: tuple[str, ...] = ()
     """The plan in words, a line each."""
     warnings: tuple[str, ...] = ()
@@ -88,13 +93,32 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, e
     """
     check_gpus(config, len(gpus))
     _check_instances(config, gpus)
+    sharing = config.launch.gpu_sharing
+    if sharing == "turns":
+        return _make_plan(config, gpus, sizes, engine, has_turns=True)
+    try:
+        return _make_plan(config, gpus, sizes, engine, has_turns=False)
+    except SettingError:
+        if sharing == "auto":
+            with contextlib.suppress(SettingError):
+                return _make_plan(config, gpus, sizes, engine, has_turns=True)
+        raise
+
+
+def _make_plan(
+    config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, engine: Engine, *, has_turns: bool
+) -> DevicePlan:
     learner = config.launch.learner_gpus or _learner_gpus(config, len(gpus))
     places = config.launch.actor_gpus or _actor_gpus(config, len(gpus), learner)
     need = memory.learner_need(config, sizes) if sizes else None
     warnings: list[str] = []
+    if has_turns:
+        need = memory.beside_sleepers(_check_turns(engine, learner, places, need), len(places))
     if need and sizes:
         for gpu in learner:
             warnings += memory.check_learner(config, need, gpus[gpu], sizes)
+    if need and has_turns:
+        need = memory.at_rest(need)
     taken = need.num_bytes if need else UNKNOWN_SHARE * min(gpus[gpu].free_bytes for gpu in learner)
     shares = _Shares(gpus, dict.fromkeys(learner, taken), places, config.actor.engine_options.get(SHARE_OPTIONS[engine]))
     # transformers takes such a part of what is free when it starts, so never more than its share.
@@ -105,13 +129,30 @@ def make_plan(config: Config, gpus: tuple[Gpu, ...], sizes: ModelSizes | None, e
     plan = DevicePlan(
         gpus,
         learner,
-        int(taken) if any(gpu in learner for place in places for gpu in place) else None,
+        int(taken) if any(gpu in learner for place in places for gpu in place) and not has_turns else None,
         actors,
         can_use_nccl=_can_use_nccl(config, gpus, [learner[0], *(place[0] for place in places)]),
         engine=engine,
+        has_turns=has_turns,
         warnings=tuple(dict.fromkeys(warnings)),
     )
     return plan._replace(notes=tuple(_describe(config, plan, need, sizes)))
+
+
+def _check_turns(
+    engine: Engine, learner: tuple[int, ...], places: tuple[tuple[int, ...], ...], need: memory.Need | None
+) -> memory.Need:
+    """Return the learner's need; raise `SettingError` where a GPU cannot be used in turns."""
+    problem = None
+    if engine != "vllm":
+        problem = "only vLLM gives a GPU's memory back, and actors would sample with transformers"
+    elif {*learner} != {gpu for place in places for gpu in place} or len(learner) != 1:
+        problem = "turns are for one GPU that the learner and all actors share"
+    elif need is None:
+        problem = "the model's sizes are not known, so there is no sum to plan with"
+    if problem is not None or need is None:
+        raise SettingError("launch.gpu_sharing", "turns", str(problem), 'Set it to "parts" or "auto".')
+    return need
 
 
 def _can_use_nccl(config: Config, gpus: tuple[Gpu, ...], members: Sequence[int]) -> bool:
@@ -238,6 +279,8 @@ def _describe(config: Config, plan: DevicePlan, need: memory.Need | None, sizes:
         lines.append(f"each actor, on each of its GPUs, at least: {memory.engine_need(config, sizes)}")
     else:
         lines.append("the model's sizes are not known here, so the plan has no sums")
+    if plan.has_turns:
+        lines.append("the engines sleep while the learner trains on a batch: they work in turns (launch.gpu_sharing)")
     if plan.learner_bytes is not None:
         lines.append("actors start when the learner has taken its memory, those of one GPU one after the other")
     if not plan.can_use_nccl and config.weights.backend == "auto":
@@ -268,18 +311,21 @@ class DeviceTurns:
         if self._plan is None:
             return {}
         variables = {VISIBLE: self._plan.entries(self._plan.learner)}
-        if self._plan.learner_bytes is None:
+        if self._plan.learner_bytes is None and not self._plan.has_turns:
             return variables
         name = f"learner-{rank}" if rank else "learner"
         self.forget(name)
+        variables[READY_VARIABLE] = str(self._mark(name))
+        if self._plan.learner_bytes is None:
+            return {**variables, **self._turn_variables()}
         num_bytes = max(0, self._plan.learner_bytes - int(memory.CONTEXT_BYTES))
-        return {**variables, GPU_BYTES_VARIABLE: str(num_bytes), READY_VARIABLE: str(self._mark(name))}
+        return {**variables, GPU_BYTES_VARIABLE: str(num_bytes)}
 
     def actor_variables(self, index: int) -> dict[str, str]:
         """Return the variables of an actor that is about to start."""
         if self._plan is None:
             return {}
-        variables = {VISIBLE: self._plan.entries(self._plan.actors[index].gpus)}
+        variables = {VISIBLE: self._plan.entries(self._plan.actors[index].gpus), **self._turn_variables()}
         if not self._plan.sharers(index)[1]:
             return variables
         self.forget(f"actor-{index}")
@@ -303,6 +349,10 @@ class DeviceTurns:
     def forget(self, name: str) -> None:
         """Delete the file by which a process said that it is ready."""
         self._mark(name).unlink(missing_ok=True)
+
+    def _turn_variables(self) -> dict[str, str]:
+        has_turns = self._plan is not None and self._plan.has_turns
+        return {TURN_VARIABLE: str((self._folder / "gpu.turn").absolute())} if has_turns else {}
 
     def _mark(self, name: str) -> Path:
         return self._folder / f"{name}.ready"

@@ -70,6 +70,15 @@ def test_learner_and_actor_share_one_gpu_with_weights_over_gloo(
     tell_speeds()
 
 
+def test_learner_and_actor_use_one_gpu_in_turns(
+    services: Services, tmp_path: Path, tiny_model: Path, tell_speeds: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
+    run_to_the_end(services, tmp_path, tiny_model, launch={"num_actors": 1, "gpu_sharing": "turns"})
+    assert all(row["seconds"]["wait_gpu"] > 0 for row in services.rows("run", "actor")[-1:])
+    tell_speeds()
+
+
 def test_weights_go_over_nccl_between_two_gpus(
     services: Services, tmp_path: Path, tiny_model: Path, tell_speeds: Callable[[], None]
 ) -> None:

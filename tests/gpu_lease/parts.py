@@ -37,7 +37,7 @@ PARTS = {
     "vllm": Part(("--gpu", "tests/deploy/test_gpu.py", "-k", "quick_start and vllm"), 140),
     "engine": Part(("--gpu", "tests/actor/engines/test_gpu_engine.py"), 160),
     "transformers": Part(("--gpu", "tests/deploy/test_gpu.py", "-k", "quick_start and transformers"), 170),
-    "canary": Part(("--gpu", "tests/deploy/test_gpu.py", "-k", "canary or gloo"), 170),
+    "canary": Part(("--gpu", "tests/deploy/test_gpu.py", "-k", "canary or gloo or turns"), 170),
 }
 ROUNDS = (("learner", "families", "weights"), ("speed",), ("vllm",), ("engine",), ("transformers",), ("canary",))
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE, report_ready
+from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, READY_VARIABLE, TURN_VARIABLE, report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
@@ -144,6 +144,18 @@ def test_all_ranks_see_all_of_the_learners_gpus_in_their_order(tmp_path: Path) -
     _, plan = planned("launch.learner_processes=2", "launch.learner_gpus=[2, 1]", "train.zero_stage=2", gpus=4)
     turns = DeviceTurns(plan, tmp_path)
     assert [turns.learner_variables(rank) for rank in (0, 1)] == [{"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-1"}] * 2
+
+
+def test_processes_that_use_a_gpu_in_turns_get_the_same_file_and_start_one_after_the_other(tmp_path: Path) -> None:
+    _, plan = planned("launch.num_actors=2", "launch.gpu_sharing=turns", gpus=1)
+    turns = DeviceTurns(plan, tmp_path)
+    learner = turns.learner_variables(0)
+    files = {variables[TURN_VARIABLE] for variables in (learner, turns.actor_variables(0), turns.actor_variables(1))}
+    assert files == {str(tmp_path / "gpu.turn")}
+    assert GPU_BYTES_VARIABLE not in learner, "it keeps no memory between two batches that it does not need"
+    assert not turns.may_start(0, set())
+    Path(learner[READY_VARIABLE]).touch()
+    assert turns.may_start(0, set())
 
 
 def test_without_a_plan_nothing_is_said_and_nobody_waits(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.local.memory import engine_need, learner_need, offloaded_bytes
+from offbeat.deploy.local.memory import at_rest, engine_need, learner_need, offloaded_bytes
 from offbeat.deploy.local.model_sizes import ModelSizes, sizes_of
-from offbeat.deploy.local.plan import DevicePlan, DeviceTurns, make_plan
+from offbeat.deploy.local.plan import DevicePlan, DeviceTurns, Engine, make_plan
 from tests.deploy.local.machines import GIB, QWEN3_8B, QWEN3_600M, TINY, machine
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +96,39 @@ def test_actors_share_the_learners_gpu_only_where_there_is_no_other() -> None:
     # (48 - 16.0 - 5% of 48) / 2 = 14.8 of 48, rounded down
     assert [actor.share for actor in plan.actors] == [0.3, 0.3]
     assert [plan.sharers(index) for index in range(2)] == [(True, (1,)), (True, (0,))]
+
+
+def test_gpu_too_small_for_both_at_once_is_used_in_turns() -> None:
+    settings = ["train.micro_batch_tokens=16384", "model.max_length=16384"]
+    parts = [*settings, "launch.gpu_sharing=parts"]
+    with pytest.raises(SettingError, match="GPU 0"):
+        planned(*parts, gpus=1, gib=24)
+    config, sizes = load(None, [*BASE, *settings]), SIZES["Qwen/Qwen3-0.6B"]
+    plan = planned(*settings, gpus=1, gib=24)
+    assert plan.has_turns
+    assert plan.learner_bytes is None, "nothing is kept free for the learner but what it has between two batches"
+    (place,) = plan.actors
+    need, kept = learner_need(config, sizes), at_rest(learner_need(config, sizes))
+    assert place.share is not None
+    assert kept.num_bytes + place.share * 24 * GIB < 0.95 * 24 * GIB < need.num_bytes + engine_need(config, sizes).num_bytes
+    assert any("work in turns (launch.gpu_sharing)" in note for note in plan.notes)
+    assert not planned(*parts, gpus=1, gib=80).has_turns
+    assert not planned(*settings, gpus=1, gib=80).has_turns
+    assert planned(*settings, "launch.gpu_sharing=turns", gpus=1, gib=80).has_turns
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "engine", "said"),
+    [
+        (2, SIZES["Qwen/Qwen3-0.6B"], "vllm", "turns are for one GPU that the learner and all actors share"),
+        (1, SIZES["Qwen/Qwen3-0.6B"], "transformers", "only vLLM gives a GPU's memory back"),
+        (1, None, "vllm", "the model's sizes are not known"),
+    ],
+)
+def test_turns_that_there_cannot_be_are_refused(gpus: int, sizes: ModelSizes | None, engine: Engine, said: str) -> None:
+    config = load(None, [*BASE, "launch.gpu_sharing=turns"])
+    with pytest.raises(SettingError, match=f'launch.gpu_sharing = "turns": .*{said}'):
+        make_plan(config, machine(gpus, 24), sizes, engine)
 
 
 def test_tensor_parallel_actors_take_neighbors_and_the_learners_gpu_last() -> None:
