@@ -88,8 +88,8 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
     weights = kept * dtype_bytes
     if stage == 3:
         weights += min(sizes.num_parameters, LIVE_PARAMETERS) * dtype_bytes
-    if config.kl.loss_coef or config.kl.reward_coef:
-        # The reference is whole on every rank.
+    if (config.kl.loss_coef or config.kl.reward_coef) and (config.kl.reference or not config.lora.rank):
+        # The reference is whole on every rank. Beside an adapter it is the policy itself, unless it is another model.
         weights += sizes.num_parameters * dtype_bytes
     # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
     optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)

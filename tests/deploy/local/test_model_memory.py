@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TrainSection
-from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
+from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection, KlSection, LoraSection
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.deploy.local.memory import learner_need, offloaded_bytes
 from offbeat.deploy.local.model_sizes import sizes_of
@@ -104,3 +104,14 @@ def test_critic_of_its_own_takes_as_much_memory_as_the_policy(zero_stage: int) -
     for name in ("optimizer", "gradients"):
         assert after[name] == pytest.approx(2 * before[name])
     assert after["weights"] - before["weights"] == pytest.approx(2 * sizes.num_parameters / (4 if zero_stage == 3 else 1))
+
+
+@pytest.mark.parametrize(("rank", "reference", "num_models"), [(0, "", 1), (8, "", 0), (8, "another", 1)])
+def test_reference_of_the_kl_takes_memory_unless_it_is_the_policy_without_its_adapter(
+    rank: int, reference: str, num_models: int
+) -> None:
+    sizes, lora = sizes_of(QWEN3_8B), LoraSection(rank=rank)
+    kl = KlSection(loss_coef=0.1, reference=reference)
+    before, after = (learner_need(one, sizes).parts[0] for one in (Config(lora=lora), Config(lora=lora, kl=kl)))
+    assert (before.name, after.name) == ("weights", "weights")
+    assert after.num_bytes - before.num_bytes == num_models * 2 * sizes.num_parameters
