@@ -36,6 +36,8 @@ def collection_config(config: Config, num_groups: int) -> Config:
     return replace(
         config,
         staleness=StalenessSection(max_staleness=0),
+        # The mirror is the run's own.
+        run=replace(config.run, mirror=""),
         loss=replace(
             config.loss,
             anchor="behavior",

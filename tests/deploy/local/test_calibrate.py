@@ -56,6 +56,7 @@ class Sampled(NamedTuple):
     ],
     ids=" ".join,
 )
+        ["run.mirror=s3://bucket/run"],
 def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops_nothing(overrides: list[str]) -> None:
     config = load(None, ["model.path=m", "data.train_data=t.jsonl", "run.dir=here", *overrides])
     check(config)
@@ -68,6 +69,7 @@ def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops
 
 
 @pytest.fixture(scope="module")
+    assert collecting.run == replace(config.run, mirror=""), "the run's mirror would hold the calibration's log"
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: WarmProcess) -> Iterator[Sampled]:
     """Run `offbeat calibrate` in float32 on both sides."""
     folder = tmp_path_factory.mktemp("calibrate")
