@@ -18,6 +18,7 @@ from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.run_folder import MODEL
 from offbeat.common.settings.config import Config, StalenessSection
+from offbeat.deploy.local.devices import VISIBLE
 from offbeat.deploy.local.forks import choose_starts
 from offbeat.deploy.local.launcher import Launcher, free_port
 from offbeat.deploy.local.plan import plan_of_this_machine
@@ -35,9 +36,9 @@ def collection_config(config: Config, num_groups: int) -> Config:
     """
     return replace(
         config,
-        staleness=StalenessSection(max_staleness=0),
         # The mirror is the run's own.
         run=replace(config.run, mirror=""),
+        staleness=StalenessSection(max_staleness=0),
         loss=replace(
             config.loss,
             anchor="behavior",
@@ -95,11 +96,13 @@ def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
 
     config = replace(config, loss=replace(config.loss, noise_floor=""))
     num_processes = config.launch.learner_processes
+    plan, _ = plan_of_this_machine(config)
+    gpus = None if plan is None else plan.entries(plan.learner)
     port = free_port("127.0.0.1") if num_processes > 1 else 0
     logger.info("scoring the groups in %s", source)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured.npz"
-        multiprocessing.spawn(_score, (config, source, port, result), nprocs=num_processes)  # pyright: ignore[reportPrivateImportUsage]
+        multiprocessing.spawn(_score, (config, source, port, gpus, result), nprocs=num_processes)  # pyright: ignore[reportPrivateImportUsage]
         with np.load(result) as arrays:
             num_groups = int(arrays["num_groups"])
             if num_groups < 2:
@@ -109,14 +112,13 @@ def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
             return ScoredHalves((first, second), num_groups, torch.device(str(arrays["device"])))
 
 
-def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> None:
-    """Score the groups as one of the learner's processes; rank 0 writes `result`."""
-    launch = config.launch
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(launch.learner_processes)}
+def _score(rank: int, config: Config, source: Path, port: int, gpus: str | None, result: Path) -> None:
+    """Score the groups as one of the learner's processes, which see these `gpus`; rank 0 writes `result`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.launch.learner_processes)}
     if port:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if launch.learner_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.learner_gpus))
+    if gpus is not None:
+        os.environ[VISIBLE] = gpus
     prepare_environment()
     from offbeat.learner.training.trainer import Trainer
 

@@ -1,6 +1,7 @@
 """`offbeat calibrate` with real services on a tiny model: its noise floor, its predictions, and a run that uses them."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,10 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
+from offbeat.deploy.local import calibrating
 from offbeat.deploy.local.calibrating import calibrate, collection_config
+from offbeat.deploy.local.devices import VISIBLE, Device, Inventory, visible_gpus
+from offbeat.deploy.local.plan import make_plan
 from offbeat.lab.calibration import check_band, check_bounds, cross_fit, load_groups, print_calibration
 from offbeat.learner.calibration.calibration import FILE, load_calibration
 from offbeat.learner.calibration.noise_floor import Differences
@@ -52,11 +56,11 @@ class Sampled(NamedTuple):
         ["loss.anchor=decoupled", "loss.correction=token_tis(0.5, 2)", "loss.normalize_correction=true"],
         ["loss.objective=dapo", "train.warmup_steps=10", "weights.interval=3", "loss.noise_floor=nowhere.json"],
         ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "data.eval_data=x.jsonl"],
+        ["run.mirror=s3://bucket/run"],
         ["hub.address=tcp://10.0.0.1:5700", "hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c", "log.enabled=false"],
     ],
     ids=" ".join,
 )
-        ["run.mirror=s3://bucket/run"],
 def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops_nothing(overrides: list[str]) -> None:
     config = load(None, ["model.path=m", "data.train_data=t.jsonl", "run.dir=here", *overrides])
     check(config)
@@ -65,11 +69,28 @@ def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops
     assert (collecting.train.num_steps, collecting.train.groups_per_step) == (1, 48)
     assert (collecting.staleness.max_staleness, collecting.loss.zero_variance) == (0, "count")
     assert (collecting.log.enabled, collecting.loss.anchor, collecting.loss.noise_floor) == (True, "behavior", "")
+    assert collecting.run == replace(config.run, mirror=""), "the run's mirror would hold the calibration's log"
     assert (collecting.model, collecting.rollout, collecting.actor) == (config.model, config.rollout, config.actor)
 
 
+def test_scoring_learner_works_on_the_gpus_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", VISIBLE):
+        monkeypatch.setenv(name, "")
+    # Another job has the first six.
+    gpus = visible_gpus([Device(index, f"GPU-{index}", "H100", 80, 80) for index in range(8)], "6,7")
+    config = load(None, ["model.path=m", "launch.learner_gpus=[1]", "launch.actor_gpus=[[0]]"])
+    monkeypatch.setattr(calibrating, "plan_of_this_machine", lambda config: (make_plan(config, gpus, None), Inventory(gpus)))
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda score, given, nprocs: score(0, *given))
+
+    def look() -> None:
+        raise RuntimeError(os.environ[VISIBLE])
+
+    monkeypatch.setattr(calibrating, "prepare_environment", look)
+    with pytest.raises(RuntimeError, match=r"^7$"):
+        calibrating._score_in_processes(config, tmp_path)
+
+
 @pytest.fixture(scope="module")
-    assert collecting.run == replace(config.run, mirror=""), "the run's mirror would hold the calibration's log"
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: WarmProcess) -> Iterator[Sampled]:
     """Run `offbeat calibrate` in float32 on both sides."""
     folder = tmp_path_factory.mktemp("calibrate")
