@@ -97,7 +97,7 @@ def gguf_file(path: str) -> Path | None:
     place = Path(path)
     if place.suffix == ".gguf" and place.is_file():
         return place
-    if not place.is_dir() or (place / "config.json").exists():
+    if not path or not place.is_dir() or (place / "config.json").exists():
         return None
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:

@@ -111,6 +111,15 @@ def test_gguf_file_may_be_named_by_its_folder(file: Path, tmp_path: Path) -> Non
     assert gguf_file(str(tmp_path)) is None, "a model folder that also has such files"
 
 
+def test_gguf_file_of_the_current_folder_is_taken_only_where_the_path_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert gguf_file("") is None
+    assert gguf_file(".") == Path("another.gguf")
+
+
 def test_file_that_is_no_model_is_a_mistake_about_the_path(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(SettingError, match=r"model.path.*cannot read the GGUF file"):
