@@ -36,23 +36,30 @@ class Done(NamedTuple, Generic[Job, Result]):
 def run_jobs(
     jobs: Sequence[Job], submit: Callable[[Job], Future[Result]], stop: StopRequest, *, num_at_once: int
 ) -> Iterator[Done[Job, Result]]:
-    """Submit the jobs in their order, `num_at_once` at a time, and yield each when it is done; submit none after `stop`.
+    """Submit the jobs in their order, `num_at_once` at a time, and yield each when it is done.
 
-    Waits for: the end of a job, looking every `LOOK_S` at `stop`. After `stop` it still waits for the jobs under way, and
-    yields them. Raises the error that a job raised.
+    Waits for: the end of a job, looking every `LOOK_S` at `stop`. After `stop`, or an error in a job, it submits no more, but
+    still waits for the jobs under way, and yields them. Raises the first error at the end.
     """
+    failure: BaseException | None = None
     began = time.monotonic()
     waiting, running, number = iter(jobs), dict[Future[Result], Job](), 0
     while True:
-        while not stop and len(running) < num_at_once and (job := next(waiting, None)) is not None:
+        while not stop and failure is None and len(running) < num_at_once and (job := next(waiting, None)) is not None:
             running[submit(job)] = job
         if not running:
-            return
+            break
         done, _ = wait(running, timeout=LOOK_S, return_when=FIRST_COMPLETED)
         for future in done:
+            job = running.pop(future)
+            if (error := future.exception()) is not None:
+                failure = failure or error
+                continue
             number += 1
             left_s = (time.monotonic() - began) / number * (len(jobs) - number)
-            yield Done(running.pop(future), future.result(), number, f"; about {duration(left_s)} left" if left_s else "")
+            yield Done(job, future.result(), number, f"; about {duration(left_s)} left" if left_s else "")
+    if failure is not None:
+        raise failure
 
 
 class FolderBusyError(SettingError):

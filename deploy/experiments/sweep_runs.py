@@ -121,7 +121,7 @@ def run_sweep(
 
     Waits for: the ends of runs. A signal ends all of them in order, as does an error in one of their threads.
     """
-    run = partial(_run, stop=stop, program=program, stops_hopeless=stops_hopeless)
+    run = _stopping(stop)(partial(_run, stop=stop, program=program, stops_hopeless=stops_hopeless))
     free: queue.SimpleQueue[MachinePart] = queue.SimpleQueue()
     for place in places:
         free.put(place)

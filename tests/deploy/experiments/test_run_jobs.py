@@ -60,11 +60,22 @@ def test_no_more_jobs_are_under_way_than_asked_for() -> None:
     assert max(most) <= 2
 
 
-def test_the_error_of_a_job_is_raised() -> None:
-    def submit(job: int) -> Future[str]:
-        future: Future[str] = Future()
-        future.set_exception(RuntimeError("a job failed"))
-        return future
+def test_the_error_of_a_job_is_raised_once_those_under_way_are_yielded() -> None:
+    submitted: list[int] = []
+    with ThreadPoolExecutor(9) as threads:
 
-    with pytest.raises(RuntimeError, match="a job failed"):
-        list(run_jobs([1, 2], submit, StopRequest(), num_at_once=1))
+        def work(job: int) -> int:
+            if job == 0:
+                raise RuntimeError("a job failed")
+            time.sleep(0.1)
+            return job
+
+        def submit(job: int) -> Future[int]:
+            submitted.append(job)
+            return threads.submit(work, job)
+
+        done: list[int] = []
+        with pytest.raises(RuntimeError, match="a job failed"):
+            done.extend(one.result for one in run_jobs(range(9), submit, StopRequest(), num_at_once=3))
+    assert sorted(done) == [1, 2]
+    assert submitted == [0, 1, 2], "none is submitted after the error"

@@ -22,9 +22,10 @@ from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import sweep_runs
 from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
 from offbeat.deploy.experiments.sweep_runs import MachinePart, render_commands, run_sweep
-from offbeat.deploy.experiments.trials import render_job_array
+from offbeat.deploy.experiments.trials import SweepTrial, render_job_array
 from offbeat.lab.sweep.plan import Hopeless, Plan, read_hopeless, read_plan
 from tests.deploy.experiments.sweeps import Sweep
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -279,13 +280,31 @@ def test_run_that_does_not_stop_is_killed(sweep: Sweep, monkeypatch: pytest.Monk
     assert "exit status -9" in sweep.said[0]
 
 
+UNTIL_ASKED = """
+signal.signal(signal.SIGTERM, lambda *_: (write('step', 'final', outcome='stopped'), sys.exit(130)))
+(home / 'ready').touch()
+while True: time.sleep(0.02)
+"""
+
+
+def test_error_in_the_thread_of_a_run_stops_those_under_way_in_order(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep.does("4-0", UNTIL_ASKED)
+
+    def clean(trial: SweepTrial) -> None:
+        if "max_staleness=0" in trial.name:
+            wait_for((sweep.home / "ready").exists)
+            raise OSError("no space is left")
+
+    monkeypatch.setattr(sweep_runs, "_clean", clean)
+    with pytest.raises(OSError, match="no space is left"):
+        sweep.run("0", "4", num_at_once=2)
+    rows = (sweep.folder / "max_staleness=4" / "seed=0" / "metrics.jsonl").read_text()
+    assert '"outcome":"stopped"' in rows
+
+
 def test_error_of_the_sweep_stops_the_runs_under_way_in_order(sweep: Sweep) -> None:
     # 4-0 runs until it is asked to stop; the end of 0-0 fails.
-    sweep.does(
-        "4-0",
-        "signal.signal(signal.SIGTERM, lambda *_: (write('step', 'final', outcome='stopped'), sys.exit(130)))\n"
-        "(home / 'ready').touch()\nwhile True: time.sleep(0.02)",
-    )
+    sweep.does("4-0", UNTIL_ASKED)
     sweep.does("0-0", "while not (home / 'ready').exists(): time.sleep(0.02)\nwrite('step', 'final')")
 
     def fail() -> None:
