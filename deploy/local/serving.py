@@ -5,6 +5,7 @@ run, or model folder  ->  exported model  ->  `actor/engines/openai_server.py` i
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,9 +92,11 @@ def model_folder(run: Path, step: int | None) -> tuple[Path, Config | None]:
         return run / MODEL, config
     checkpoint = find_checkpoint(run, step)
     exported = run / f"{MODEL}-{checkpoint.name}"
-    # A run that was resumed from an older checkpoint makes the same step again.
-    if exported.exists() and exported.stat().st_mtime > checkpoint.stat().st_mtime:
-        return exported, config
+    if exported.exists():
+        if exported.stat().st_mtime > checkpoint.stat().st_mtime:
+            return exported, config
+        # A run that was resumed from an older checkpoint has made the same step again.
+        shutil.rmtree(exported)
     with doing(logger, f"exporting {checkpoint} to {exported}"):
         return export(run, step=step, out=exported, only_adapter=False), config
 
