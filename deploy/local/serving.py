@@ -148,8 +148,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _answers(served: Served) -> bool:
     """Return whether the server says that its model is loaded."""
+    # Not by way of a proxy, which would ask its own machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(f"{served.url.removesuffix('/v1')}/health", timeout=LOOK_S) as answer:
+        with opener.open(f"{served.url.removesuffix('/v1')}/health", timeout=LOOK_S) as answer:
             return answer.status == 200
     except (OSError, urllib.error.HTTPError):
         return False

@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,26 @@ def test_server_is_announced_once_it_answers_and_a_signal_ends_it_with_all_that_
         thread.join(60)
     assert statuses == [0]
     until(lambda: processes.has_ended(grandchild))
+
+
+def test_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    monkeypatch.setattr(urllib.request, "_opener", None)
+    monkeypatch.setattr(serving, "LOOK_S", 5.0)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        server.timeout = 5.0
+        thread.start()
+        answers = serving._answers(Served(Path("a/model"), "vllm", "127.0.0.1", server.server_port, ()))
+        thread.join()
+    assert answers
 
 
 def test_status_of_a_server_that_fails_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
