@@ -118,12 +118,16 @@ def to_toml(value: object) -> str:
         case str():
             # JSON escapes all that TOML requires, except DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-        case int() | float():
+        case float():
+            # Those of NumPy too, which name their type in `repr`.
+            return float.__repr__(value)
+        case int():
             return repr(value)
         case list() | tuple():
             return f"[{', '.join(to_toml(item) for item in value)}]"
         case dict():
             items = (f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
-    # The remaining TOML types: dates and times.
-    return str(value)
+    # The remaining TOML types: dates and times. NumPy's other numbers are written like these, but for its truth values.
+    text = str(value)
+    return {"True": "true", "False": "false"}.get(text, text)

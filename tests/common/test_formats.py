@@ -1,8 +1,9 @@
 """Claims about `common.formats`: what people read is short and has its unit."""
 
+import numpy as np
 import pytest
 
-from offbeat.common.formats import duration, listed, number
+from offbeat.common.formats import duration, listed, number, to_toml
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,17 @@ def test_a_number_that_is_not_known_is_a_dash() -> None:
 
 def test_parts_are_listed_with_a_word_before_the_last() -> None:
     assert [listed(parts) for parts in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float64(1e-4), "0.0001"),
+        (np.float32(0.7), "0.7"),
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        ([np.float64("inf"), np.bool_(False)], "[inf, false]"),
+    ],
+)
+def test_numbers_of_numpy_are_written_as_numbers(value: object, text: str) -> None:
+    assert to_toml(value) == text
