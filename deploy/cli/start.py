@@ -11,6 +11,7 @@ import typer
 
 from offbeat.actor.joining import RunToJoin, joined
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import to_toml
 from offbeat.common.processes.environment import fast_imports, launcher_rank, prepare_environment, use_every_core
 from offbeat.common.processes.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.common.records.logs import PrintedText, configure_logs, doing
@@ -81,6 +82,8 @@ def demo_command(
     command = [str(path or (QUICKSTART if small else SMOLLM2)), *own, *overrides]
     config = expand(load_config(command))
     refuse_masked(config)
+    # The run would otherwise replace `{time}` by a time of its own.
+    command.append(f"run.dir={to_toml(config.run.dir)}")
     raise typer.Exit(run_demo(config, [*PROGRAM, "train", *command], typer.echo, opens_browser=browser))
 
 

@@ -132,10 +132,11 @@ def run_demo(config: Config, command: Sequence[str], say: Callable[[str], None],
         with doing(logger, "starting learner and actors"):
             run = Run(Path(config.run.dir), command)
         with run:
-            page = f"http://127.0.0.1:{(run.folder / PORT_FILE).read_text().strip()}/"
-            say(f"live page: {page}")
-            if opens_browser and has_browser():
-                webbrowser.open(page)
+            if config.metrics.bind:
+                page = f"http://127.0.0.1:{(run.folder / PORT_FILE).read_text().strip()}/"
+                say(f"live page: {page}")
+                if opens_browser and has_browser():
+                    webbrowser.open(page)
             stage = Stage(run, config, say)
             for row in run.rows():
                 stage.take(row)

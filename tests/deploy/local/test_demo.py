@@ -1,16 +1,18 @@
 """`offbeat demo` kills services and changes settings of a run, each after the one before, and proves what was kept."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import typer
 from msgspec.structs import replace
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes.shutdown import INTERRUPTED_STATUS
-from offbeat.common.settings.config import LaunchSection
+from offbeat.common.settings.config import Config, LaunchSection
 from offbeat.common.settings.loading import resolved_toml
+from offbeat.deploy.cli.start import demo_command
 from offbeat.deploy.local import demo
 from offbeat.deploy.local.demo import has_browser, run_demo
 from offbeat.lab.audit import Check
@@ -42,7 +44,8 @@ def killed(process):
 
 actor, learner = sleeper("actor", 'actor.name="actor-1"'), sleeper("learner")
 (folder / "learner.lock").write_text(json.dumps({"pid": learner.pid, "host": "here"}))
-(folder / "page.port").write_text("4321")
+if "--pageless" not in sys.argv:
+    (folder / "page.port").write_text("4321")
 write(kind="event", event="run_started")
 steps(1, 8)
 killed(actor)
@@ -83,14 +86,14 @@ class Play:
         self.violations: list[str] = []
         config = make_config(folder)
         self._folder = folder / "run"
-        self._config = replace(
+        self.config = replace(
             config,
             run=replace(config.run, dir=str(self._folder)),
             launch=LaunchSection(num_actors=2),
             train=replace(config.train, num_steps=30),
         )
         self._folder.mkdir()
-        (self._folder / "config.toml").write_text(resolved_toml(self._config))
+        (self._folder / "config.toml").write_text(resolved_toml(self.config))
         monkeypatch.setattr(demo, "SAY_S", 0.0)
         monkeypatch.setattr(demo, "tune", lambda open_link, address, settings: self.asked.append(settings))
         monkeypatch.setattr(demo, "audit", lambda folder, config: [Check("a claim", self.violations, "seen")])
@@ -99,7 +102,7 @@ class Play:
 
     def run(self, *options: str) -> int:
         command = [sys.executable, "-c", TRAIN, str(self._folder), *options]
-        return run_demo(self._config, command, self.said.append, opens_browser=True)
+        return run_demo(self.config, command, self.said.append, opens_browser=True)
 
 
 def test_scenes_are_played_one_after_the_other_and_the_end_is_proved(stage: Play) -> None:
@@ -117,6 +120,31 @@ def test_scenes_are_played_one_after_the_other_and_the_end_is_proved(stage: Play
     assert "ledger: 12 leased = 8 trained + 2 hard_stale + 1 expired + 1 in flight" in stage.said
     assert stage.said[-1] == "Nothing was lost, and nothing was trained twice."
     assert stage.opened == ["http://127.0.0.1:4321/"]
+
+
+def test_scenes_of_a_run_without_a_page_are_played(stage: Play) -> None:
+    stage.config = replace(stage.config, metrics=replace(stage.config.metrics, bind=""))
+    assert stage.run("--pageless") == 0
+    assert "live page" not in "\n".join(stage.said)
+    assert stage.opened == []
+
+
+def test_run_has_the_folder_that_the_demo_follows_also_where_the_time_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, str]] = []
+
+    def note(config: Config, command: list[str], say: Callable[[str], None], *, opens_browser: bool) -> int:
+        given.append((config.run.dir, command[-1]))
+        return 0
+
+    monkeypatch.setattr(demo, "run_demo", note)
+    (tmp_path / "config.toml").write_text(resolved_toml(make_config(tmp_path)))
+    with pytest.raises(typer.Exit):
+        demo_command([str(tmp_path / "config.toml"), f'run.dir="{tmp_path}/mine-{{time}}"'], small=True, browser=False)
+    ((folder, setting),) = given
+    assert "{" not in folder
+    assert setting == f'run.dir="{folder}"'
 
 
 def test_violation_is_the_demos_failure(stage: Play) -> None:
