@@ -27,6 +27,8 @@ import importlib.metadata, json, re
 found = []
 for one in importlib.metadata.distributions():
     needs = [re.match(r"[\\w.-]+", need)[0].lower() for need in one.requires or () if "extra ==" not in need]
+    if not one.metadata["Name"]:
+        continue  # What a broken installation has left.
     found.append([one.metadata["Name"], one.version, needs])
 print(json.dumps(found))
 """
@@ -77,7 +79,7 @@ def _of_python(python: str) -> Iterator[Found]:
             "--python", python, f"it cannot list its packages ({error})", "Give the path of a Python."
         ) from error
     where = "" if python == sys.executable else f"\nenvironment.python = {json.dumps(python)}"
-    versions = {name.lower(): version for name, version, _ in packages if name}
+    versions = {name.lower(): version for name, version, _ in packages}
     for framework in FRAMEWORKS:
         if framework in versions:
             about = f"version {versions[framework]}"

@@ -75,3 +75,9 @@ def test_another_python_is_asked_for_frameworks_and_their_environments(folder: P
 def test_written_files_are_formatted_python(folder: Path) -> None:
     for file in write_environment("shop").glob("*.py"):
         ast.parse(file.read_text())
+def test_what_a_broken_installation_has_left_is_no_package(folder: Path) -> None:
+    (folder / "broken-1.0.dist-info").mkdir()
+    (folder / "broken-1.0.dist-info" / "METADATA").touch()
+    assert "broken" not in [one.name for one in find_environments("")]
+
+
