@@ -114,8 +114,8 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
 
 
 def split_list(text: str) -> list[str]:
-    """Return the parts of `a, b(1, 2)`, as `split_values`, but for those that are empty."""
-    return [part for part in split_values(text) if part]
+    """Return the parts of `a, b(1, 2)`, as `split_values`, each once and without those that are empty."""
+    return list(dict.fromkeys(part for part in split_values(text) if part))
 
 
 def split_numbers(option: str, text: str, *, at_least: int) -> list[int]:

@@ -8,8 +8,8 @@ from offbeat.common.errors import SettingError
 from offbeat.deploy.cli.arguments import read_config_of_run, say_page, split_arguments, split_list, split_numbers
 
 
-def test_list_has_no_blanks_and_no_empty_parts() -> None:
-    assert split_list(" gate, drop,,abort ") == ["gate", "drop", "abort"]
+def test_list_has_no_blanks_and_no_empty_parts_and_each_part_once() -> None:
+    assert split_list(" gate, drop,,abort, gate ") == ["gate", "drop", "abort"]
     assert split_list("") == []
 
 
