@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import not_writable
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
 from offbeat.protocols.keys import KeyPair, Role, make_key_pair, public_text, secret_text
 from offbeat.protocols.text import is_name
@@ -22,7 +23,8 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
     """Write `NAME.key`, `NAME.pub` and the lines of `allowed_keys`; return the new pairs.
 
     Includes the learner and an operator named `operator` when they have no keys yet. Raises `SettingError`, before anything is
-    written, for an invalid name and for a pair that exists.
+    written, for an invalid name and for a pair that exists, and then for a folder that cannot be
+    written.
     """
     named: list[tuple[Role, str]] = [("actor", name) for name in actors if name != LEARNER]
     named.extend(("operator", name) for name in operators if name != OPERATOR)
@@ -35,11 +37,14 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
         if times > 1:
             raise SettingError("NAME", stem, "two services would share one key file", "Give each another name.")
     pairs = [make_key_pair(role, name) for role, name in named]
-    folder.mkdir(parents=True, exist_ok=True)
-    for pair in pairs:
-        _write_secret(_secret_file(folder, pair.owner.name), secret_text(pair))
-        _secret_file(folder, pair.owner.name).with_suffix(".pub").write_text(public_text(pair.owner))
-    _allow(folder / ALLOWED_KEYS, [pair for pair in pairs if pair.owner.role != "learner"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for pair in pairs:
+            _write_secret(_secret_file(folder, pair.owner.name), secret_text(pair))
+            _secret_file(folder, pair.owner.name).with_suffix(".pub").write_text(public_text(pair.owner))
+        _allow(folder / ALLOWED_KEYS, [pair for pair in pairs if pair.owner.role != "learner"])
+    except OSError as error:
+        raise not_writable(folder, error, "FOLDER") from error
     return pairs
 
 

@@ -90,6 +90,12 @@ def test_two_services_of_one_file_name_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "keys").exists()
 
 
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match=r'FOLDER = ".*/file/keys": the folder cannot be written \(Not a directory\)'):
+        make_keys(tmp_path / "file" / "keys", ["actor-0"])
+
+
 @pytest.mark.slow
 def test_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     assert keygen(tmp_path, "keys", "actor-0").returncode == 0
