@@ -7,6 +7,7 @@ offbeat new environment shop      shop/environment.py, run.toml, test_environmen
 import ast
 import importlib.util
 import json
+import keyword
 import re
 import subprocess
 import sys
@@ -26,9 +27,9 @@ _LIST = """
 import importlib.metadata, json, re
 found = []
 for one in importlib.metadata.distributions():
-    needs = [re.match(r"[\\w.-]+", need)[0].lower() for need in one.requires or () if "extra ==" not in need]
     if not one.metadata["Name"]:
         continue  # What a broken installation has left.
+    needs = [re.match(r"[\\w.-]+", need)[0].lower() for need in one.requires or () if "extra ==" not in need]
     found.append([one.metadata["Name"], one.version, needs])
 print(json.dumps(found))
 """
@@ -90,15 +91,24 @@ def _of_python(python: str) -> Iterator[Found]:
 
 
 def write_environment(name: str) -> Path:
-    """Write the folder of a new environment, which trains as it is. Raise `SettingError` for a name that cannot be one."""
+    """Write the folder of a new environment, which trains as it is.
+
+    Raise `SettingError` for a name that cannot be one, and where the folder cannot be written.
+    """
     if not re.fullmatch(r"[a-z]\w*", name):
         raise SettingError("NAME", name, "it is the name of a folder of Python modules", "Write it as shop or word_game.")
     folder = Path(name)
     if folder.exists():
         raise SettingError("NAME", name, "there is such a file or folder", "Take another name, or delete it.")
-    folder.mkdir()
-    for file, text in _FILES.items():
-        (folder / file).write_text(text.replace("NAME", name), encoding="utf-8")
+    if keyword.iskeyword(name) or importlib.util.find_spec(name) is not None:
+        raise SettingError("NAME", name, "Python has a keyword or a module of this name", "Take another name.")
+    try:
+        folder.mkdir()
+        for file, text in _FILES.items():
+            (folder / file).write_text(text.replace("NAME", name), encoding="utf-8")
+    except OSError as error:
+        problem = f"it cannot be written here ({error.strerror})"
+        raise SettingError("NAME", name, problem, "Change to a folder that you may write to.") from error
     return folder
 
 

@@ -1,6 +1,7 @@
 """`offbeat environments` lists what is here, and `offbeat new environment` writes a folder that works."""
 
 import ast
+import errno
 import subprocess
 import sys
 import tomllib
@@ -45,6 +46,22 @@ def test_new_environment_overwrites_nothing(folder: Path) -> None:
     assert not list((folder / "shop").iterdir())
 
 
+@pytest.mark.parametrize("name", ["lambda", "email", "offbeat"])
+def test_new_environment_hides_no_module_of_python(name: str) -> None:
+    with pytest.raises(SettingError, match=rf'NAME = "{name}": Python has a keyword or a module of this name'):
+        write_environment(name)
+    assert not Path(name).exists()
+
+
+def test_new_environment_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdir(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(SettingError, match=r'NAME = "shop": it cannot be written here \(Permission denied\)'):
+        write_environment("shop")
+
+
 def test_functions_of_the_folder_are_listed_with_the_line_that_uses_them(folder: Path) -> None:
     write_environment("shop")
     (folder / "broken.py").write_text("def (:")
@@ -72,12 +89,12 @@ def test_another_python_is_asked_for_frameworks_and_their_environments(folder: P
         find_environments("/no/python")
 
 
-def test_written_files_are_formatted_python(folder: Path) -> None:
-    for file in write_environment("shop").glob("*.py"):
-        ast.parse(file.read_text())
 def test_what_a_broken_installation_has_left_is_no_package(folder: Path) -> None:
     (folder / "broken-1.0.dist-info").mkdir()
     (folder / "broken-1.0.dist-info" / "METADATA").touch()
     assert "broken" not in [one.name for one in find_environments("")]
 
 
+def test_written_files_are_formatted_python(folder: Path) -> None:
+    for file in write_environment("shop").glob("*.py"):
+        ast.parse(file.read_text())
