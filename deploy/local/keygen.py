@@ -23,8 +23,7 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
     """Write `NAME.key`, `NAME.pub` and the lines of `allowed_keys`; return the new pairs.
 
     Includes the learner and an operator named `operator` when they have no keys yet. Raises `SettingError`, before anything is
-    written, for an invalid name and for a pair that exists, and then for a folder that cannot be
-    written.
+    written, for an invalid name and for a pair that exists; later for a folder that cannot be written.
     """
     named: list[tuple[Role, str]] = [("actor", name) for name in actors if name != LEARNER]
     named.extend(("operator", name) for name in operators if name != OPERATOR)
