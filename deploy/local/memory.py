@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import Config, has_own_critic, max_episode_tokens
+from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes
 
@@ -331,13 +331,14 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
 
     Only the parts that are not estimated lead to the error.
     """
-    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), config.launch.num_actors
+    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), _most_actors(config)
     total = _cpu_bytes(config, sizes)
     certain = config.launch.learner_processes * learner.certain_bytes + num_actors * actor.certain_bytes
     each = f"{config.launch.learner_processes} x learner: {learner}; {num_actors} x actor: {actor}"
     words = f"without a GPU the run takes up to {gib(total)} GiB, and {gib(free_bytes)} of {gib(total_bytes)} GiB are free"
     if certain > total_bytes:
-        cure = _cure(config, [_one_actor, _checkpointed, _small_batches], lambda one: _cpu_bytes(one, sizes) <= total_bytes)
+        changes = [_one_cpu_actor, _checkpointed, _small_batches]
+        cure = _cure(config, changes, lambda one: _cpu_bytes(one, sizes) <= total_bytes)
         raise SettingError("model.path", config.model.path, f"{words} ({each})", cure)
     return [f"{words} ({each})"]
 
@@ -345,7 +346,12 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
 def _cpu_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return the memory of all processes of a run without GPUs."""
     learners = config.launch.learner_processes * cpu_learner_need(config, sizes).num_bytes
-    return learners + config.launch.num_actors * cpu_actor_need(config, sizes).num_bytes
+    return learners + _most_actors(config) * cpu_actor_need(config, sizes).num_bytes
+
+
+def _most_actors(config: Config) -> int:
+    """Return the largest number of actors of a run without GPUs; a device plan has `launch.num_actors` places instead."""
+    return max(actors_wanted(config), config.scale.max if config.scale.auto else 0)
 
 
 def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
@@ -391,6 +397,13 @@ def _inputs_offloaded(config: Config) -> tuple[Config, str]:
 
 def _one_actor(config: Config) -> tuple[Config, str]:
     return replace(config, launch=replace(config.launch, num_actors=1)), "launch.num_actors=1"
+
+
+def _one_cpu_actor(config: Config) -> tuple[Config, str]:
+    if not (config.scale.actors or config.scale.auto):
+        return _one_actor(config)
+    text = "scale.actors=1, scale.auto=false" if config.scale.auto else "scale.actors=1"
+    return replace(config, scale=replace(config.scale, actors=1, auto=False)), text
 
 
 def _small_batches(config: Config) -> tuple[Config, str]:

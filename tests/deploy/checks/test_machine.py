@@ -12,7 +12,15 @@ import msgspec
 import psutil
 import pytest
 
-from offbeat.common.settings.config import Config, DataSection, HubSection, LaunchSection, ModelSection, WeightsSection
+from offbeat.common.settings.config import (
+    Config,
+    DataSection,
+    HubSection,
+    LaunchSection,
+    ModelSection,
+    ScaleSection,
+    WeightsSection,
+)
 from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
 from offbeat.deploy.checks.findings import findings_of
 from offbeat.deploy.checks.machine import (
@@ -148,12 +156,22 @@ def test_run_without_gpus_is_refused_where_its_certain_memory_exceeds_the_machin
     assert [finding.kind for finding in show_devices(cpu_run)][-1] == ("note" if fits else "warning")
 
 
-def test_memory_of_a_run_without_gpus_counts_every_actor(cpu_run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("launch", "scale", "cure"),
+    [
+        (LaunchSection(num_actors=16), ScaleSection(), "launch.num_actors=1"),
+        (LaunchSection(), ScaleSection(actors=16), "scale.actors=1"),
+        (LaunchSection(), ScaleSection(auto=True, max=16), "scale.actors=1, scale.auto=false"),
+    ],
+)
+def test_memory_of_a_run_without_gpus_counts_every_actor_that_it_may_have(
+    launch: LaunchSection, scale: ScaleSection, cure: str, cpu_run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(32 << 30, 5 << 30))
-    many = msgspec.structs.replace(cpu_run, launch=LaunchSection(num_actors=16))
+    many = msgspec.structs.replace(cpu_run, launch=launch, scale=scale)
     (found,) = findings_of(lambda: check_devices(many))
     assert found.kind == "mistake"
-    assert "16 x actor" in found.text and "Set launch.num_actors=1" in found.text
+    assert "16 x actor" in found.text and f"Set {cure}, train" in found.text
 
 
 @pytest.mark.parametrize(("text", "gib"), [("max", 8), (f"{2 << 30}", 2), (f"{64 << 30}", 8)])
