@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import SettingError, SeveralSettingsError
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.run_folder import MODEL
+from offbeat.common.records.run_folder import LOG, MODEL
 from offbeat.common.settings.config import Config, StalenessSection
 from offbeat.deploy.local.devices import VISIBLE
 from offbeat.deploy.local.forks import choose_starts
@@ -81,8 +81,10 @@ def calibrate(config: Config, source: Path) -> Calibration:
     """Score the groups of version 0 in the log of the run in `source`, with the learner that `config` makes.
 
     Any run will do whose rollouts began at the same model, so that other settings of the learner can be tried on the same
-    tokens. `SettingError` for a run of another model or temperature, or of several engines.
+    tokens. `SettingError` for a run of another model or temperature, of several engines, or without a rollout log.
     """
+    if not (source / LOG).is_dir():
+        raise SettingError("RUN", str(source), "it has no rollout log", "Calibrate without --reuse.")
     engine = engine_of(source)
     check_source(config, source, engine)
     return fit_calibration(config, engine, _score_in_processes(config, source))
@@ -92,7 +94,7 @@ def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
     """Score the log's groups in the learner's number of processes: fewer may not hold the model."""
     # Imported here: torch takes seconds, and the command's checks come first.
     import torch
-    import torch.multiprocessing as multiprocessing
+    from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     config = replace(config, loss=replace(config.loss, noise_floor=""))
     num_processes = config.launch.learner_processes
@@ -102,7 +104,13 @@ def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
     logger.info("scoring the groups in %s", source)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured.npz"
-        multiprocessing.spawn(_score, (config, source, port, gpus, result), nprocs=num_processes)  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            spawn(_score, (config, source, port, gpus, result), nprocs=num_processes)
+        except ProcessRaisedException as error:
+            mistake = _mistake_file(result, error.error_index)
+            if mistake.exists():
+                raise SeveralSettingsError([mistake.read_text()]) from None
+            raise
         with np.load(result) as arrays:
             num_groups = int(arrays["num_groups"])
             if num_groups < 2:
@@ -112,8 +120,24 @@ def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
             return ScoredHalves((first, second), num_groups, torch.device(str(arrays["device"])))
 
 
+def _mistake_file(result: Path, rank: int) -> Path:
+    """Return the file for the text of a `SettingError` in one of the learner's processes."""
+    return result.with_name(f"mistake-{rank}")
+
+
 def _score(rank: int, config: Config, source: Path, port: int, gpus: str | None, result: Path) -> None:
-    """Score the groups as one of the learner's processes, which see these `gpus`; rank 0 writes `result`."""
+    """Score the groups as one of the learner's processes, which see these `gpus`; rank 0 writes `result`.
+
+    Each process writes its own mistake.
+    """
+    try:
+        _score_halves(rank, config, source, port, gpus, result)
+    except SettingError as error:
+        _mistake_file(result, rank).write_text("\n".join(error.texts))
+        raise
+
+
+def _score_halves(rank: int, config: Config, source: Path, port: int, gpus: str | None, result: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.launch.learner_processes)}
     if port:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -245,3 +245,16 @@ def test_rollouts_of_another_distribution_are_refused(sampled: Sampled, section:
 def test_folder_without_a_run_is_refused(sampled: Sampled, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="RUN"):
         calibrate(sampled.config, tmp_path)
+
+
+def test_run_without_a_rollout_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="it has no rollout log"):
+        calibrate(Config(), tmp_path)
+
+
+def test_mistake_that_a_scoring_process_finds_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log").mkdir()
+    monkeypatch.setattr(calibrating, "engine_of", lambda source: None)
+    monkeypatch.setattr(calibrating, "check_source", lambda config, source, engine: None)
+    with pytest.raises(SettingError, match=r'^config file = ".*": the file cannot be read'):
+        calibrate(Config(), tmp_path)
