@@ -22,7 +22,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import INTERRUPTED_STATUS
 from offbeat.common.records.logs import doing
 from offbeat.common.records.rows import LedgerSums
-from offbeat.common.records.run_folder import PORT_FILE, read_owner, read_run_config
+from offbeat.common.records.run_folder import LOG, PORT_FILE, read_owner, read_run_config
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.deploy.local.notebook import Run
 from offbeat.deploy.operating.link import open_link_to
@@ -150,7 +150,7 @@ def run_demo(config: Config, command: Sequence[str], say: Callable[[str], None],
 
 
 def tell_end(folder: Path, final: Mapping[str, Any], say: Callable[[str], None]) -> int:
-    """Say where the report is, sum up the ledger, and print the audit; return 1 where it finds a violation."""
+    """Say where the report is, sum up the ledger, and print the audit; return 1 where one of them does not add up."""
     ledger = msgspec.convert(final["ledger"], LedgerSums)
     ended = {"trained": ledger.trained, **ledger.dropped, "expired": ledger.expired, "in flight": ledger.in_flight}
     say(f"report: {folder / 'report.html'}")
@@ -158,6 +158,12 @@ def tell_end(folder: Path, final: Mapping[str, Any], say: Callable[[str], None])
     if not print_checks(audit(folder, read_run_config(folder))):
         say("The audit found violations.")
         return 1
+    if not ledger.adds_up:
+        say("The ledger does not add up.")
+        return 1
+    if not (folder / LOG).exists():
+        say("Without a rollout log (log.enabled=false) no lease was audited.")
+        return 0
     say("Nothing was lost, and nothing was trained twice.")
     return 0
 

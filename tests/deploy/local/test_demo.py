@@ -14,7 +14,7 @@ from offbeat.common.settings.config import Config, LaunchSection
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.cli.start import demo_command
 from offbeat.deploy.local import demo
-from offbeat.deploy.local.demo import has_browser, run_demo
+from offbeat.deploy.local.demo import has_browser, run_demo, tell_end
 from offbeat.lab.audit import Check
 from tests.learner.training.trainer_cases import make_config
 
@@ -85,15 +85,15 @@ class Play:
         self.asked: list[Mapping[str, str]] = []
         self.violations: list[str] = []
         config = make_config(folder)
-        self._folder = folder / "run"
+        self.folder = folder / "run"
         self.config = replace(
             config,
-            run=replace(config.run, dir=str(self._folder)),
+            run=replace(config.run, dir=str(self.folder)),
             launch=LaunchSection(num_actors=2),
             train=replace(config.train, num_steps=30),
         )
-        self._folder.mkdir()
-        (self._folder / "config.toml").write_text(resolved_toml(self.config))
+        (self.folder / "log").mkdir(parents=True)
+        (self.folder / "config.toml").write_text(resolved_toml(self.config))
         monkeypatch.setattr(demo, "SAY_S", 0.0)
         monkeypatch.setattr(demo, "tune", lambda open_link, address, settings: self.asked.append(settings))
         monkeypatch.setattr(demo, "audit", lambda folder, config: [Check("a claim", self.violations, "seen")])
@@ -101,7 +101,7 @@ class Play:
         monkeypatch.setattr(demo.webbrowser, "open", self.opened.append)
 
     def run(self, *options: str) -> int:
-        command = [sys.executable, "-c", TRAIN, str(self._folder), *options]
+        command = [sys.executable, "-c", TRAIN, str(self.folder), *options]
         return run_demo(self.config, command, self.said.append, opens_browser=True)
 
 
@@ -151,6 +151,25 @@ def test_violation_is_the_demos_failure(stage: Play) -> None:
     stage.violations.append("lease 3 was trained twice")
     assert stage.run() == 1
     assert stage.said[-1] == "The audit found violations."
+
+
+@pytest.mark.parametrize(
+    ("leased", "has_log", "status", "said"),
+    [
+        (12, True, 0, "Nothing was lost, and nothing was trained twice."),
+        (12, False, 0, "Without a rollout log (log.enabled=false) no lease was audited."),
+        (13, True, 1, "The ledger does not add up."),
+        (13, False, 1, "The ledger does not add up."),
+    ],
+)
+def test_nothing_is_called_proved_that_no_log_and_no_sum_shows(
+    leased: int, has_log: bool, status: int, said: str, stage: Play
+) -> None:
+    if not has_log:
+        (stage.folder / "log").rmdir()
+    ledger = {"leased": leased, "trained": 9, "dropped": {"hard_stale": 2}, "expired": 1, "in_flight": 0}
+    assert tell_end(stage.folder, {"ledger": ledger}, stage.said.append) == status
+    assert stage.said[-1] == said
 
 
 def test_run_that_fails_is_told_in_its_own_words(stage: Play) -> None:
