@@ -173,11 +173,12 @@ def cpu_actor_need(config: Config, sizes: ModelSizes) -> Need:
 
 
 def completion_bytes(config: Config, sizes: ModelSizes) -> float:
-    """Return the KV cache of one completion of full length on each GPU of an actor."""
+    """Return the KV cache of one completion of full length on each GPU of an actor, which has one head at least."""
     is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
     per_token = 2 * sizes.num_attention_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
     states = sizes.scan.num_layers * sizes.scan.state_size * 4 if sizes.scan else 0
-    return (config.model.max_length * per_token + states) / tensor_parallel_size(config)
+    parallel = tensor_parallel_size(config)
+    return config.model.max_length * per_token / min(parallel, sizes.num_key_value_heads) + states / parallel
 
 
 def _engine_weights(config: Config, sizes: ModelSizes) -> float:

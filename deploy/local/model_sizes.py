@@ -77,6 +77,7 @@ class ModelSizes(NamedTuple):
     vocab_size: int
     num_attention_layers: int
     """Layers that have keys and values."""
+    num_key_value_heads: int
     matrices: Matrices | None = None
     scan: Scan | None = None
 
@@ -112,7 +113,8 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
     hidden, layers, vocab = fields["hidden_size"], fields["num_hidden_layers"], fields["vocab_size"]
     heads = fields["num_attention_heads"]
     head_size = fields.get("head_dim") or hidden // heads
-    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
+    key_value_heads = fields.get("num_key_value_heads") or heads
+    query, key_value = heads * head_size, key_value_heads * head_size
     num_experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts") or 0
     inner = fields.get("moe_intermediate_size") or fields["intermediate_size"] if num_experts else fields["intermediate_size"]
     model_type = str(fields.get("model_type", ""))
@@ -138,6 +140,7 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
         mlp_size=inner * (fields.get("num_experts_per_tok") or 1 if num_experts else 1),
         vocab_size=vocab,
         num_attention_layers=num_attention_layers,
+        num_key_value_heads=key_value_heads,
         matrices=Matrices(heads, is_capped) if is_capped or fields.get("model_type") in EAGER_TYPES else None,
         scan=scan,
     )

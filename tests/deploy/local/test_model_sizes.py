@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offbeat.common.settings.config import Config, ModelSection, TrainSection
+from offbeat.common.settings.config import ActorSection, Config, ModelSection, TrainSection
 from offbeat.common.weights.flat import tensor_dtype
 from offbeat.deploy.local import model_sizes as model_sizes_module
 from offbeat.deploy.local.memory import completion_bytes, learner_need
@@ -215,6 +215,13 @@ def test_completion_takes_a_cache_in_layers_that_attend_and_a_state_in_those_tha
     config = Config(model=ModelSection(path="m", max_length=1000, dtype="bfloat16"))
     cache = 1000 * num_attention * 2 * 8 * 128 * 2
     assert completion_bytes(config, sizes) == cache + num_scans * 32 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(("parallel", "num_heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_each_gpu_of_an_actor_has_a_key_value_head_at_least(parallel: int, num_heads: int) -> None:
+    actor = ActorSection(engine_options={"tensor_parallel_size": parallel})
+    config = Config(model=ModelSection(path="m", max_length=1000, dtype="bfloat16"), actor=actor)
+    assert completion_bytes(config, sizes_of(QWEN3_8B)) == 1000 * 36 * 2 * num_heads * 128 * 2
 
 
 def test_kernels_of_a_package_leave_nothing_of_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
