@@ -84,6 +84,26 @@ def check_trials(trials: Sequence[SweepTrial], check_one: Callable[[Config], obj
             raise _of_trial(trial.name, error) from error
 
 
+def check_ports_apart(trials: Sequence[SweepTrial]) -> None:
+    """Raise `SettingError` where two of the runs, made beside each other, would listen at the same port."""
+    taken: set[str] = set()
+    for trial in trials:
+        hub, weights, metrics = trial.config.hub, trial.config.weights, trial.config.metrics
+        listeners: dict[str, str | int] = {
+            "hub.bind" if hub.bind else "hub.address": hub.bind or hub.address,
+            "weights.port": weights.port,
+            "weights.pull_port": weights.pull_port,
+            "metrics.bind": metrics.bind,
+            "metrics.actor_bind": metrics.actor_bind,
+        }
+        ports = {setting: str(value).rpartition(":")[2] for setting, value in listeners.items()}
+        for setting, port in ports.items():
+            if port in taken:
+                problem = "runs beside each other (--jobs) cannot share the port"
+                raise SettingError(setting, listeners[setting], problem, "Give port 0 for any free one, or leave out --jobs.")
+        taken |= {*ports.values()} - {"", "0"}
+
+
 def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
     """Write the plan and the runs' settings into the sweep's folder.
 

@@ -346,6 +346,7 @@ def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: S
         (["--slurm", "--shard", "0/2", "--out", "sweep"], "each task of the array is a shard"),
         (["--slurm", "--jobs", "2"], "each task of the array is a shard"),
         (["--jobs", "1000"], "each run needs a core of its own"),
+        (["--jobs", "2", "weights.port=5701"], "cannot share the port"),
         (["--baseline", "objective=gspo"], "the sweep does not vary this setting"),
     ],
 )

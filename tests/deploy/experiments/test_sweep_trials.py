@@ -12,7 +12,7 @@ from offbeat.common.formats import split_values
 from offbeat.common.records.run_folder import check_run_folder
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
-from offbeat.deploy.experiments.trials import check_trials, make_trials, prepare
+from offbeat.deploy.experiments.trials import check_ports_apart, check_trials, make_trials, prepare
 from offbeat.lab.sweep.plan import find_baselines, make_plan, read_baseline, read_plan
 from tests.deploy.experiments.sweeps import Sweep
 
@@ -97,6 +97,31 @@ def test_every_value_is_checked_once_whatever_the_number_of_seeds(sweep: Sweep) 
     with pytest.raises(SettingError, match="max_staleness=8/seed=0"):
         check_trials(sweep.trials("0", "4", "8", seeds=3), note)
     assert checked == [0, 4, 8]
+
+
+KEYS = ["hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "others"),
+    [
+        ("hub.address", "tcp://10.0.0.1:5700", KEYS),
+        ("hub.bind", "tcp://*:5700", ["hub.address=tcp://10.0.0.1:5700", *KEYS]),
+        ("weights.port", "5701", []),
+        ("weights.pull_port", "5701", []),
+        ("metrics.bind", "127.0.0.1:9400", []),
+        ("metrics.actor_bind", "127.0.0.1:9401", []),
+    ],
+)
+def test_runs_beside_each_other_are_refused_one_port(setting: str, value: str, others: list[str], sweep: Sweep) -> None:
+    trials = sweep.trials("0", "4", overrides=[f"{setting}={value}", *others])
+    check_ports_apart(trials[:1])
+    with pytest.raises(SettingError, match=rf"{setting} = .*cannot share the port\. Give port 0"):
+        check_ports_apart(trials)
+
+
+def test_runs_beside_each_other_have_any_free_ports(sweep: Sweep) -> None:
+    check_ports_apart(sweep.trials("0", "4", overrides=["metrics.actor_bind=127.0.0.1:0"]))
 
 
 def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(sweep: Sweep) -> None:
