@@ -195,8 +195,14 @@ def _write_config(trial: SweepTrial) -> None:
 
 
 def render_job_array(trials: Sequence[SweepTrial], folder: Path, command: Sequence[str]) -> str:
-    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `trials`."""
+    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `trials`.
+
+    Raises `SettingError` when all have ended.
+    """
     left = [index for index, trial in enumerate(trials) if not trial.has_ended]
+    if not left:
+        cure = f"Make the report: offbeat sweep --report --out {shlex.quote(str(folder))}"
+        raise SettingError("--out", str(folder), "every run of the sweep has ended, so the array has no task", cure)
     return f"""\
 #!/bin/bash
 # Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.

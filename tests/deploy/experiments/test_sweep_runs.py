@@ -176,6 +176,12 @@ def test_job_array_has_a_task_for_each_run_that_is_left(sweep: Sweep) -> None:
     assert told.stdout == "sweep|it's.toml|--out|a b|--shard|2/4|"
 
 
+def test_job_array_without_a_run_that_is_left_is_refused(sweep: Sweep) -> None:
+    sweep.run("4")
+    with pytest.raises(SettingError, match="every run of the sweep has ended"):
+        render_job_array(sweep.trials("4"), sweep.folder, ["offbeat", "sweep"])
+
+
 def test_shards_make_each_run_once_in_one_sweep(sweep: Sweep) -> None:
     for index in range(2):
         assert sweep.run("0", "4", shard=slice(index, None, 2)) == 0
