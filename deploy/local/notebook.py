@@ -66,8 +66,7 @@ class Run:
         self._log_start = self._log.stat().st_size
         self._rows_before = _inode_and_size(self._rows_file)
         """The rows file of an earlier start, and its size. A new run moves it away."""
-        self._rows_since = time.time() if self._rows_file.exists() else -math.inf
-        """Time after which rows are of this start. Where there were none before, a clock that is set back leaves none out."""
+        self._start_time = time.time()
         self._started: Future[subprocess.Popen[bytes]] = Future()
         self._ended = threading.Event()
         self._owner = os.getpid()
@@ -186,16 +185,15 @@ class Run:
 
         Waits for: a row. Unblocked by: the end of the run, an interrupt.
         """
-        (inode, position), last_time = self._rows_before, self._rows_since
+        (inode, position), last_time = self._rows_before, self._start_time
         while True:
             # Looked at first: what is written before the end is read then.
             has_ended = self._ended.is_set()
             # A new run moves the file of an earlier one away, and a long run shortens its own: both leave another inode.
             is_other = inode != (inode := _inode_and_size(self._rows_file)[0])
-            since = last_time if is_other else -math.inf
             for row, end in self._rows_from(0 if is_other else position):
                 position = end
-                if row.get("time", math.inf) <= since:
+                if is_other and row.get("time", math.inf) <= last_time:
                     continue
                 last_time = row.get("time", last_time)
                 yield row

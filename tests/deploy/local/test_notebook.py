@@ -142,15 +142,6 @@ def test_rows_of_earlier_starts_in_the_folder_are_left_out() -> None:
     assert [row.get("detail") for row in again.rows()] == [None, "new"]
 
 
-def test_rows_of_a_new_run_count_though_the_clock_is_set_back() -> None:
-    run = train("""
-        for version in range(3):
-            write(kind="event", event="run_started", time=time.time() - 10 - version)
-        end("finished")
-    """)
-    assert [row["kind"] for row in run.rows()] == ["event", "event", "event", "final"]
-
-
 def test_settings_reach_the_command_line_as_they_are_given() -> None:
     run = train(
         'begin(); end("finished")',
