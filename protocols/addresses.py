@@ -20,6 +20,11 @@ def host_of(address: str) -> str:
     return "0.0.0.0" if host == "*" else host
 
 
+def is_ipv6(address: str) -> bool:
+    """Return whether `tcp://host:port` has an IPv6 address. A socket for these would look names up as such first."""
+    return "[" in address
+
+
 def is_loopback(address: str) -> bool:
     """Return True when only this machine can reach `tcp://host:port`. Host names other than `localhost` are not trusted."""
     host = host_of(address)

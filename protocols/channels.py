@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from offbeat.protocols import wire
-from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_loopback
+from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_ipv6, is_loopback
 from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, ConnectionLimit, FloodGuard, monitor
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyCheck, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
@@ -212,6 +212,7 @@ class Hub:
         is_told = False
         while True:
             try:
+                self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
                 self._socket.bind(address)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE or time.monotonic() >= deadline:
@@ -386,6 +387,7 @@ class Link:
         if self._address is None:
             return
         try:
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(self._address))
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
             raise ChannelError(

@@ -58,7 +58,8 @@ def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TC
 
     The store listens on the address `listen_on` only (torch's own default is every interface).
     """
-    listener = socket.create_server((listen_on, port))
+    family = socket.AF_INET6 if ":" in listen_on else socket.AF_INET
+    listener = socket.create_server((listen_on, port), family=family)
     port = listener.getsockname()[1]
     return TCPStore(
         host,

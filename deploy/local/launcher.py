@@ -413,13 +413,14 @@ def reserve_port(host: str) -> socket.socket:
 
     The learner can bind the port beside it, and again after a restart. Binding port 0 would give a port from the range of
     source ports: an actor that reconnects could be given that port, connect to itself, and keep the port from the learner.
-    Raises `SettingError` when `host` has no free port.
+    Raises `SettingError` when `host`, an IPv6 address with or without brackets or any other, has no free port.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.sample(PORTS, len(PORTS)):
-        reserved = socket.socket()
+        reserved = socket.socket(family)
         try:
             # Without SO_REUSEADDR: fails where anybody has the port, listening or not.
-            reserved.bind((host, port))
+            reserved.bind((host.strip("[]"), port))
         except OSError:
             reserved.close()
             continue

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,17 @@ def link(hub: Hub) -> Iterator[Link]:
 def test_hub_without_keys_does_not_bind_beyond_loopback(address: str) -> None:
     with pytest.raises(ChannelError, match=r"other machines.*offbeat keygen"):
         Hub(address, max_message_bytes=LIMIT)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_hub_and_actor_meet_at_an_ipv6_address_and_at_a_name() -> None:
+    for bound, connected in (("[::1]", "[::1]"), ("127.0.0.1", "localhost")):
+        with Hub(f"tcp://{bound}:0", max_message_bytes=LIMIT) as hub:
+            address = f"tcp://{connected}:{hub.address.rpartition(':')[2]}"
+            assert hub.address.startswith(f"tcp://{bound}:")
+            with Link(address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+                eventually(lambda link=link: link.send(Goodbye(reason="done")))
+                assert receive(hub)[0] == b"actor-0"
 
 
 def test_message_and_array_of_the_actor_reach_the_hub(hub: Hub, link: Link) -> None:

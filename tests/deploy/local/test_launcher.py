@@ -291,21 +291,25 @@ def test_port_of_the_hub_is_none_that_a_reconnecting_actor_could_be_given(servic
     assert 1024 < port < lowest
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_reserved_port_is_given_to_no_other_run_and_the_learner_may_bind_it_again_and_again(
-    monkeypatch: pytest.MonkeyPatch,
+    host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with launcher.reserve_port("127.0.0.1") as reserved:
+    if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with launcher.reserve_port(host) as reserved:
         port = reserved.getsockname()[1]
         monkeypatch.setattr(launcher, "PORTS", [port])
         for _ in range(2):
             with pytest.raises(SettingError, match="no port is free"):
-                launcher.free_port("127.0.0.1")
+                launcher.free_port(host)
             with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
                 learner.linger = 0
-                learner.bind(f"tcp://127.0.0.1:{port}")
-                with socket.create_connection(("127.0.0.1", port), timeout=10):
+                learner.setsockopt(zmq.IPV6, host == "[::1]")
+                learner.bind(f"tcp://{host}:{port}")
+                with socket.create_connection((host.strip("[]"), port), timeout=10):
                     pass
-    assert launcher.free_port("127.0.0.1") == port
+    assert launcher.free_port(host) == port
 
 
 def test_port_of_the_hub_is_the_runs_own_as_long_as_it_lasts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
