@@ -51,16 +51,21 @@ class _Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
-class LearnerTurn:
-    """The learner's turns on the GPU."""
+class _Turns:
+    """The two locks, as a process has them."""
 
     def __init__(self, file: Path) -> None:
-        self._turn, self._wanted = _locks(file)
+        self._turn = _Lock(file)
+        self._wanted = _Lock(file.with_name(f"{file.name}.wanted"))
 
     @classmethod
     def of_process(cls) -> Self | None:
         """Return the turns that the launcher has given this process; None where each process has its part of a GPU."""
         return cls(Path(os.environ[TURN_VARIABLE])) if TURN_VARIABLE in os.environ else None
+
+
+class LearnerTurn(_Turns):
+    """The learner's turns on the GPU."""
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -81,16 +86,8 @@ class LearnerTurn:
             yield
 
 
-class ActorTurn:
+class ActorTurn(_Turns):
     """The turns of an actor, which it shares with the other actors."""
-
-    def __init__(self, file: Path) -> None:
-        self._turn, self._wanted = _locks(file)
-
-    @classmethod
-    def of_process(cls) -> Self | None:
-        """Return the turns that the launcher has given this process; None where each process has its part of a GPU."""
-        return cls(Path(os.environ[TURN_VARIABLE])) if TURN_VARIABLE in os.environ else None
 
     def begin(self) -> None:
         """Begin a turn. Waits for: the end of the learner's, however long it takes."""
@@ -132,10 +129,6 @@ class EngineTurns:
             self._wake()
             self._is_awake = True
         return self._is_awake
-
-
-def _locks(file: Path) -> tuple[_Lock, _Lock]:
-    return _Lock(file), _Lock(file.with_name(f"{file.name}.wanted"))
 
 
 def _wait_for(is_done: Callable[[], bool], what: str, limit_s: float = float("inf")) -> bool:
