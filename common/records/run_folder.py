@@ -41,6 +41,7 @@ IDENTITY_FILE = "identity.json"
 """Settings, hashes and software that the run is made with (`learner.restart.run_identity`)."""
 PROMPT_HASHES_FILE = "prompts.bin"
 LOCK_FILE = "learner.lock"
+LAUNCHER_LOCK_FILE = "launcher.lock"
 PORT_FILE = "page.port"
 """The port of the live page: whoever has it open sees the resumed run."""
 
@@ -50,15 +51,15 @@ _MAX_OWNER_BYTES = 4096
 
 
 class LockOwner(msgspec.Struct, frozen=True):
-    """The learner process that holds the lock, as it wrote itself into the lock's file."""
+    """The process that holds the lock, as it wrote itself into the lock's file."""
 
     pid: int
     host: str
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process, and make it if need be; a second learner is refused.
+def locked(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
+    """Hold the folder for this process, and make it if need be; a second learner is refused, or launcher by its own file.
 
     The lock is a POSIX lock (fcntl): the kernel frees it when the process ends in any way, its children do not inherit it, and
     it holds between machines on NFS with its lock service. Raises `SettingError` about `run.dir` where another process has
@@ -66,12 +67,12 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+b")
+        file = (folder / name).open("a+b")
     except OSError as error:
         raise not_writable(folder, error) from error
     # Closing the file anywhere in this process would free the lock: nothing else may open it.
     with file:
-        _lock(file, folder)
+        _lock(file, folder, name)
         file.truncate(0)
         file.write(msgspec.json.encode(LockOwner(os.getpid(), socket.gethostname())))
         file.flush()
@@ -100,10 +101,10 @@ def naming_disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def read_owner(folder: Path) -> LockOwner | None:
+def read_owner(folder: Path, name: str = LOCK_FILE) -> LockOwner | None:
     """Return the process that last locked the folder, which may have ended; None where none did, or it says nothing yet."""
     try:
-        return msgspec.json.decode((folder / LOCK_FILE).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
+        return msgspec.json.decode((folder / name).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
@@ -191,13 +192,13 @@ def not_writable(folder: Path, error: OSError, setting: str = "run.dir") -> Sett
     return SettingError(setting, str(folder), problem, "Name a folder that you may write to.")
 
 
-def _lock(file: BinaryIO, folder: Path) -> None:
+def _lock(file: BinaryIO, folder: Path, name: str) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        owner = read_owner(folder)
+        owner = read_owner(folder, name)
         known = "" if owner is None else f" (process {owner.pid} on {owner.host!r})"
-        problem = f"another learner{known} is at work in the folder"
+        problem = f"another {Path(name).stem}{known} is at work in the folder"
         raise SettingError("run.dir", str(folder), problem, "Wait for its end or stop it, or give another run.dir.") from error
     except OSError as error:
         problem = f"its file system gives no lock ({error.strerror}), so two learners could write at once"

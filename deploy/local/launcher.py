@@ -24,7 +24,14 @@ from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, INTERRUPTED_STATUS, PAUSED_STATUS, USER_ERROR_STATUS, StopRequest
 from offbeat.common.records.logs import MAX_FILE_BYTES, bound_log
-from offbeat.common.records.run_folder import LAUNCH_FILE, PROGRAM_LOGS, has_checkpoint, has_steps, locked
+from offbeat.common.records.run_folder import (
+    LAUNCH_FILE,
+    LAUNCHER_LOCK_FILE,
+    PROGRAM_LOGS,
+    has_checkpoint,
+    has_steps,
+    locked,
+)
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.loading import resolved_toml
@@ -190,10 +197,15 @@ class Launcher:
     def run(self) -> int:
         """Run to the end, write the report if the run has metrics, and return the exit status.
 
-        Raises `SettingError`, and changes nothing, where a learner is at work in the run's folder.
+        Raises `SettingError`, and changes nothing, where a learner or another launcher is at work in the run's folder.
         """
-        with locked(self._folder):
-            (self._folder / PROGRAM_LOGS).mkdir(exist_ok=True)
+        # Learners come and go, and take seconds to lock the folder themselves.
+        with locked(self._folder, LAUNCHER_LOCK_FILE):
+            with locked(self._folder):
+                (self._folder / PROGRAM_LOGS).mkdir(exist_ok=True)
+            return self._run()
+
+    def _run(self) -> int:
         write_private(self._config_file, resolved_toml(self._config, with_secrets=True))
         is_refused = False
         num_bytes_before = self._num_row_bytes()

@@ -1,5 +1,6 @@
 """The launcher restarts services, ends the run, and leaves nothing behind; stand-ins replace the services."""
 
+import multiprocessing
 import re
 import signal
 import socket
@@ -140,6 +141,27 @@ def test_folder_of_a_living_learner_is_left_as_it_is(services: Services) -> None
             services.launcher().run()
         assert not (run / "launch.toml").exists()
     assert services.starts("learner") == []
+
+
+def launch(folder: Path) -> None:
+    Services(folder).launcher().run()
+
+
+def test_folder_of_a_living_launcher_is_left_as_it_is_before_its_learner_has_locked_it(services: Services) -> None:
+    # The learner of a second run, which would end it.
+    services.does("learner.2", "")
+    first = multiprocessing.get_context("spawn").Process(target=launch, args=(services.folder,))
+    first.start()
+    wait_for(lambda: services.starts("learner") != [])
+    settings = (services.folder / "run" / "launch.toml").read_text()
+    try:
+        with pytest.raises(SettingError, match=rf"another launcher \(process {first.pid} .*is at work in the folder"):
+            services.launcher().run()
+        assert (services.folder / "run" / "launch.toml").read_text() == settings
+    finally:
+        services.end()
+        first.join()
+    assert first.exitcode == 0
 
 
 def test_all_ranks_of_the_learner_are_started_again_when_one_dies(services: Services) -> None:
