@@ -117,7 +117,9 @@ def restore_state(engine: Any, parameters: Mapping[str, torch.Tensor], state: di
             for name, parameter in engine.module.named_parameters():
                 parameter.copy_(parameters[name])
     if engine.zero_optimization():
-        states = [{**optimizer.state_dict(), **state}] * engine.dp_world_size
+        # The largest norm is a setting, which may have changed since; DeepSpeed would take the checkpoint's.
+        restored = {name: value for name, value in state.items() if name != "clip_grad"}
+        states = [{**optimizer.state_dict(), **restored}] * engine.dp_world_size
         optimizer.load_state_dict(states, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
     else:
         optimizer.load_state_dict(state)

@@ -365,6 +365,20 @@ def test_a_resumed_run_continues_bit_for_bit(tiny_model, tmp_path, zero_stage, d
         }
 
 
+@pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (0, "bfloat16")])
+def test_maximal_norm_of_a_resumed_run_is_that_of_its_settings(tiny_model, tmp_path, zero_stage, dtype):
+    settings = {"dtype": dtype, "zero_stage": zero_stage, "deepspeed": SGD, "learning_rate": 10.0}
+    with running(make_config(tiny_model, **settings)) as trainer:
+        trainer.save_checkpoint(tmp_path / "step-00000000", b"")
+    with running(make_config(tiny_model, max_grad_norm=0.01, **settings)) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000000")
+        before = weights_of(trainer)
+        trainer.train_batch(make_groups(3))
+        after = weights_of(trainer)
+    moved = torch.stack([(after[name].float() - weight.float()).norm() for name, weight in before.items()]).norm()
+    assert moved.item() == pytest.approx(0.1, rel=0.05)
+
+
 def test_a_checkpoint_of_other_settings_is_refused_with_what_to_do(tiny_model, tmp_path):
     with running(make_config(tiny_model)) as trainer:
         trainer.save_checkpoint(tmp_path / "step-00000000", b"")
