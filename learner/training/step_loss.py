@@ -30,6 +30,8 @@ class MicroBatchLoss(NamedTuple):
     """Aggregated loss, a scalar with a gradient; to be divided by the denominator of the optimizer step."""
     table: Tensor
     """`row_statistics` of the micro-batch."""
+    completion_mask: Tensor
+    """That of the micro-batch without its broken completions."""
     sums: dict[str, Tensor]
     """Sums over tokens of the quantities besides the objective, detached scalars, each under the name of the metric that is its
     mean: `entropy/mean`, `kl/reference`, `kl/reward` and `loss/value`, as far as the run has them."""
@@ -136,7 +138,7 @@ def compute_loss(
         turn_buckets=micro_batch.turn_buckets,
     )
     table[:, Column.GROUP], table[:, Column.BROKEN] = micro_batch.groups, broken
-    return MicroBatchLoss(aggregate(losses, mask, micro_batch.weights, mode=objective.aggregation), table, sums)
+    return MicroBatchLoss(aggregate(losses, mask, micro_batch.weights, mode=objective.aggregation), table, mask, sums)
 
 
 def _estimate_kl(logprobs: PolicyLogprobs, reference_logprobs: Tensor, mask: Tensor, kl: KlSection) -> tuple[Tensor, Tensor]:

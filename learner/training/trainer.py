@@ -130,7 +130,7 @@ class Trainer:
             raise ValueError(f"gradient got {len(groups)} groups; train.groups_per_step = {self._train.groups_per_step}")
         rows, _ = self._preparation.make_rows(groups, self.policy_version, self._adaptive.rewards)
         step = TrainingStep(groups, rows, self._prepare(rows))
-        loss = self._compute_gradient(step)
+        step, loss = self._compute_gradient(step)
         return self._step_metrics(step, loss), self.networks.take_gradient()
 
     def layout(self) -> tuple[TensorSpec, ...]:
@@ -212,7 +212,7 @@ class Trainer:
         """Take one optimizer step; `num_steps_before` steps of earlier epochs make its completions staler by as many."""
         start = time.perf_counter()
         step = step._replace(micro_batches=[add_lag(prepared, num_steps_before) for prepared in step.micro_batches])
-        loss = self._compute_gradient(step)
+        step, loss = self._compute_gradient(step)
         rate = self._learning_rate(loss)
         cosine = self._direction.compare(self.networks.gradients())
         grad_norm = self.networks.step(rate)
@@ -229,12 +229,16 @@ class Trainer:
         packs = [prepared.micro_batch.pack for prepared in step.micro_batches]
         return metrics | self.networks.utilization(packs, train_s, runs_before=self._objective.m2_threshold is not None)
 
-    def _compute_gradient(self, step: TrainingStep) -> StepLoss:
-        """Accumulate the gradient of a step's loss over its micro-batches and all ranks."""
+    def _compute_gradient(self, step: TrainingStep) -> tuple[TrainingStep, StepLoss]:
+        """Accumulate the gradient of a step's loss over its micro-batches and all ranks.
+
+        Returns the step with the broken completions outside the masks of its micro-batches.
+        """
         objective, networks, num_tokens = self._objective, self.networks, step.num_tokens
         denominator = objective.denominator(num_groups=len(step.groups), num_rows=len(step.rows), num_tokens=num_tokens)
         constants = find_constants(step.micro_batches, objective, networks)
         tables: list[Tensor] = []
+        sound: list[PreparedMicroBatch] = []
         sums: dict[str, Tensor] = {}
         for index, prepared in enumerate(step.micro_batches):
             networks.engine.set_gradient_accumulation_boundary(index == len(step.micro_batches) - 1)
@@ -251,11 +255,13 @@ class Trainer:
             # the gradient through its own tokens.
             networks.engine.backward(loss.total * (self.world_size / denominator))
             tables.append(loss.table)
+            sound.append(prepared._replace(micro_batch=prepared.micro_batch._replace(completion_mask=loss.completion_mask)))
             sums = {name: sums.get(name, 0) + value.double() for name, value in loss.sums.items()}
         of_ranks = process_group.gather_tensors(torch.stack(list(sums.values())), num_alike=networks.num_alike)
         means = of_ranks.sum(dim=0) / max(1, num_tokens)
         table = process_group.gather_rows(torch.cat(tables), num_alike=networks.num_alike)
-        return StepLoss(table, denominator, dict(zip(sums, means.tolist(), strict=True)), self._adaptive.kl_coefficient)
+        means_by_name = dict(zip(sums, means.tolist(), strict=True))
+        return step._replace(micro_batches=sound), StepLoss(table, denominator, means_by_name, self._adaptive.kl_coefficient)
 
     def _train_critic(self, step: TrainingStep, denominator: float) -> Metrics:
         """Take the optimizer steps of a critic with a trunk of its own, if there is one; return the metrics of the first.

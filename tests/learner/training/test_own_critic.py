@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.learning_sections import CriticSection
+from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.policy.critic import attention_parameters
 from offbeat.protocols.payload import Turn
@@ -202,6 +203,24 @@ def test_critic_of_its_own_goes_on_after_a_restart_and_explains_its_targets(tiny
     shared = make_config(tiny_model, groups_per_step=6, **{**SAO, "critic": CriticSection()})
     with running(shared) as trainer, pytest.raises(ValueError, match="lora and critic"):
         trainer.load_checkpoint(tmp_path / "step-00000012")
+
+
+@pytest.mark.parametrize("critic", [OWN_CRITIC, CriticSection()], ids=["own trunk", "shared trunk"])
+def test_skipped_completion_trains_no_critic_and_is_nothing_to_explain(tiny_model: Path, critic: CriticSection) -> None:
+    def metrics_of(reward: float) -> Metrics:
+        """Return the critic's metrics of a step in which a skipped completion has this reward."""
+        groups = episodes(1)
+        (rollout,) = groups[0].rollouts
+        broken = rollout._replace(behavior_logprobs=np.full_like(rollout.behavior_logprobs, -60.0), reward=reward)
+        groups[0] = groups[0]._replace(rollouts=(broken,))
+        with running(make_config(tiny_model, groups_per_step=6, learning_rate=1e-3, **{**SAO, "critic": critic})) as trainer:
+            trainer.train_batch(episodes(0))
+            (metrics,) = trainer.train_batch(groups)
+        assert metrics["broken/leases"] == {"0": 1}
+        names = ("loss/value", "loss/value_grad_norm", "loss/explained_variance")
+        return {name: metrics[name] for name in names if name in metrics}
+
+    assert metrics_of(0.0) == metrics_of(1000.0)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
