@@ -16,6 +16,7 @@ from offbeat.common.models.images import ImageReader
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.common.settings.objectives import Baseline
+from offbeat.learner.diagnostics.row_statistics import Broken, find_broken
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
     GroupBaseline,
@@ -30,7 +31,7 @@ from offbeat.learner.objectives.advantages import (
     whiten,
 )
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
-from offbeat.learner.objectives.objective import Objective
+from offbeat.learner.objectives.objective import Objective, PolicyLogprobs
 from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantage
 from offbeat.learner.objectives.reward_shaping import RunningMoments, make_reward_shaping, shape_rewards
 from offbeat.learner.policy.images import ImagePacker
@@ -203,8 +204,12 @@ def reward_kl(micro_batch: MicroBatch, reference_logprobs: Tensor, *, estimator:
     """Return the KL from the reference that the rewards are charged with, `[rows, tokens]`.
 
     The KL of the behavior policy, not the current one: mu sampled the tokens, so the estimate is unbiased at any staleness.
+    It is 0 for a completion whose ratio of reference to mu is that of a broken one (`Broken.RATIO`): one such token would
+    outweigh the rewards of the whole step, also where the step skips the completion.
     """
-    return kl_estimate(micro_batch.behavior_logprobs, reference_logprobs, micro_batch.completion_mask, estimator=estimator)
+    behavior, mask = micro_batch.behavior_logprobs, micro_batch.completion_mask
+    is_broken = find_broken(PolicyLogprobs(reference_logprobs, behavior, None), mask) == Broken.RATIO
+    return kl_estimate(behavior, reference_logprobs, mask & ~is_broken[:, None], estimator=estimator)
 
 
 def prepare_micro_batch(

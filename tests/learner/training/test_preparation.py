@@ -125,6 +125,18 @@ def test_kl_in_the_reward_is_charged_to_the_tokens_before_it() -> None:
     assert discounted == [[1.0 + 1.75, 1.0 + 1.5, 1.0 + 1.0], [-1.0 - 1.5, -1.0 - 1.0, 0.0]]
 
 
+def test_completion_with_an_impossible_logprob_is_charged_no_kl_and_leaves_the_whitened_others_apart() -> None:
+    join_process_group()
+    batch = micro_batch()
+    batch.behavior_logprobs[0, 0] = -40.0
+    frozen, settings = FrozenOutputs(reference_logprobs=REFERENCE), rule(baseline="group", whiten=True)
+    prepared = prepare_micro_batch(batch, frozen, settings, estimator="k3", kl_coefficient=0.01)
+    assert prepared.advantages[0].tolist() == [1.0, 1.0, 1.0], "that of its reward"
+    assert (prepared.advantages[1, :2] < -1).all(), "the other is charged"
+    (whitened,) = scale_advantages([prepared], settings)
+    assert whitened.advantages[0, 0] - whitened.advantages[1, 0] > 1
+
+
 def test_critic_turns_rewards_and_values_into_advantages_and_returns() -> None:
     values = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 9.0]])
     critic = rule(baseline="critic", gae_lambda=0.0)
