@@ -172,7 +172,7 @@ def recommend_bounds(floor: NoiseFloor, rule: AnyCorrection, lengths: NDArray[np
     """Return the narrowest bounds beyond either of which noise alone puts at most `NOISE_CLIP_SHARE` of these completions.
 
     The bounds are never narrower than the correction's own, and rounded outward to two digits. None for the user's own
-    correction, and for `segment_mask`: the lengths of segments are not known.
+    correction, and for `segment_mask`: the lengths of turns are not known.
     """
     if not isinstance(rule, CorrectionRule) or rule.name == "segment_mask":
         return None

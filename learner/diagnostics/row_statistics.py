@@ -88,8 +88,7 @@ _FIRST_TURNS = np.array([first for first, _ in TURN_BUCKETS.values()])
 
 def turn_buckets(rollout: Rollout) -> NDArray[np.int64]:
     """Return the index in `TURN_BUCKETS` of each sampled token's turn, `[num_tokens]`."""
-    turns = np.arange(1, 1 + rollout.num_turns)
-    return np.repeat(np.searchsorted(_FIRST_TURNS, turns, side="right") - 1, rollout.turn_lengths)
+    return np.searchsorted(_FIRST_TURNS, 1 + rollout.token_turns, side="right") - 1
 
 
 class Broken(IntEnum):

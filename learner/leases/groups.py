@@ -57,6 +57,11 @@ class Rollout(NamedTuple):
         return [turn.num_sampled for turn in self.turns] or [len(self.token_ids)]
 
     @property
+    def token_turns(self) -> NDArray[np.int64]:
+        """The turn of each sampled token, counted from 0, `[num_tokens]`."""
+        return np.repeat(np.arange(self.num_turns), self.turn_lengths)
+
+    @property
     def longest_turn(self) -> int:
         """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
         return max(self.turn_lengths)

@@ -45,9 +45,8 @@ _BETWEEN: dict[CorrectionName, Callable[..., Tensor]] = {
     "icepop": corrections.icepop,
     "sequence_mask": corrections.sequence_mask,
     "geometric_mask": corrections.geometric_mask,
-    "segment_mask": corrections.segment_mask,
 }
-"""The corrections with two bounds."""
+"""The corrections with two bounds; `segment_mask` looks at turns, too."""
 _BELOW: dict[CorrectionName, Callable[..., Tensor]] = {"k2_mask": corrections.k2_mask, "k3_mask": corrections.k3_mask}
 """Those with an upper bound alone; `opsm` looks at advantages, too."""
 
@@ -68,17 +67,24 @@ def resolve_corrections(text: str) -> tuple[AnyCorrection, ...]:
 
 
 def correct(
-    rules: Sequence[AnyCorrection], log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, mean_weight: float = 1.0
+    rules: Sequence[AnyCorrection],
+    log_rho: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    turns: Tensor | None = None,
+    mean_weight: float = 1.0,
 ) -> Correction:
     """Return the product of the weights of at least one correction; tensors are `[rows, tokens]`.
 
-    `log_rho` and `advantages` may hold any value outside the mask. `mean_weight` divides the weights (`weigh`).
+    `log_rho` and `advantages` may hold any value outside the mask. `turns` are those of `segment_mask`; None where every
+    completion has one. `mean_weight` divides the weights (`weigh`).
     """
     log_rho = torch.where(completion_mask, log_rho, 0.0)
     advantages = torch.where(completion_mask, advantages, 0.0)
     weights, truncated = completion_mask.float() / mean_weight, torch.zeros_like(completion_mask)
     for rule in rules:
-        factors = apply_correction(rule, log_rho, completion_mask, advantages)
+        factors = apply_correction(rule, log_rho, completion_mask, advantages, turns)
         weights = weights * factors
         if isinstance(rule, CorrectionRule) and rule.truncates:
             # A weight at a lower bound of 0 is masked, not truncated.
@@ -96,12 +102,20 @@ def weigh(rules: Sequence[AnyCorrection], log_rho: Tensor, completion_mask: Tens
     return correct(weighing, log_rho, completion_mask, torch.zeros_like(log_rho)).weights
 
 
-def apply_correction(rule: AnyCorrection, log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
-    """Return the weights of one correction, `[rows, tokens]`; `log_rho` and `advantages` are 0 outside the mask."""
+def apply_correction(
+    rule: AnyCorrection, log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, turns: Tensor | None = None
+) -> Tensor:
+    """Return the weights of one correction, `[rows, tokens]`; `log_rho` and `advantages` are 0 outside the mask.
+
+    `turns`: as in `correct`.
+    """
     if not isinstance(rule, CorrectionRule):
         return rule(log_rho, completion_mask, advantages)
     if rule.name == "opsm":
         return corrections.opsm(log_rho, completion_mask, advantages, threshold=rule.high)
+    if rule.name == "segment_mask":
+        turns = torch.zeros_like(log_rho, dtype=torch.int64) if turns is None else turns
+        return corrections.segment_mask(log_rho, completion_mask, turns, low=rule.low, high=rule.high)
     if rule.name in _BELOW:
         return _BELOW[rule.name](log_rho, completion_mask, high=rule.high)
     return _BETWEEN[rule.name](log_rho, completion_mask, low=rule.low, high=rule.high)

@@ -12,7 +12,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
 
@@ -70,19 +69,16 @@ def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high
     return (completion_mask & _within(log_mean, low, high)).float()
 
 
-def segment_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
-    """1 if `low <= exp(mean_t log rho_t) <= high`, else 0, the mean over a segment, for all tokens of the segment.
+def segment_mask(log_rho: Tensor, completion_mask: Tensor, turns: Tensor, *, low: float, high: float) -> Tensor:
+    """1 if `low <= exp(mean_t log rho_t) <= high`, else 0, the mean over a turn, for all tokens of the turn.
 
-    A segment is a run of loss tokens that follow each other, such as a turn between the outputs of tools: ROLL's filter of the
-    type `segment`. In a completion of one segment it is `geometric_mask`.
+    `turns`: `[rows, tokens]` int64, the turn of each token, below the number of tokens. ROLL's filter of the type `segment`; in
+    a completion of one turn it is `geometric_mask`.
     """
     log_rho = _masked(log_rho, completion_mask)
-    starts = completion_mask & ~pad(completion_mask[:, :-1], (1, 0))
-    # Segments are numbered from 1; tokens before the first one have the number 0, and no log-ratio.
-    segments = starts.cumsum(dim=-1)
-    sums = log_rho.new_zeros(len(log_rho), log_rho.shape[-1] + 1).scatter_add(-1, segments, log_rho)
-    counts = torch.zeros_like(sums).scatter_add(-1, segments, completion_mask.to(log_rho))
-    log_mean = (sums / counts.clamp(min=1)).gather(-1, segments)
+    sums = torch.zeros_like(log_rho).scatter_add(-1, turns, log_rho)
+    counts = torch.zeros_like(log_rho).scatter_add(-1, turns, completion_mask.to(log_rho))
+    log_mean = (sums / counts.clamp(min=1)).gather(-1, turns)
     return (completion_mask & _within(log_mean, low, high)).float()
 
 

@@ -148,11 +148,18 @@ class Objective:
         return self.band if self.takes_gradient and self.anchor == "behavior" else None
 
     def evaluate(
-        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, constants: StepConstants = NO_CONSTANTS
+        self,
+        logprobs: PolicyLogprobs,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        constants: StepConstants = NO_CONSTANTS,
+        *,
+        turns: Tensor | None = None,
     ) -> Evaluation:
         """Return the corrected token losses of a micro-batch, and what the clip and the correction did to them.
 
-        `completion_mask` and `advantages`: `[rows, tokens]`. `constants` are those of the whole optimizer step.
+        `completion_mask` and `advantages`: `[rows, tokens]`. `constants` are those of the whole optimizer step. `turns`: as in
+        `correct`.
         """
         inputs = LossInputs(logprobs.policy, logprobs.anchor, completion_mask, advantages, logprobs.behavior)
         of_step: dict[str, Any] = {} if self.m2_threshold is None else {"cutoff": constants.m2po_cutoff}
@@ -163,7 +170,12 @@ class Objective:
         correction: Correction | None = None
         if self.corrections:
             correction = correct(
-                self.corrections, logprobs.log_rho, completion_mask, advantages, mean_weight=constants.mean_weight
+                self.corrections,
+                logprobs.log_rho,
+                completion_mask,
+                advantages,
+                turns=turns,
+                mean_weight=constants.mean_weight,
             )
             token_losses = token_losses * correction.weights
         clipped_ratio = None

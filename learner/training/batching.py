@@ -67,6 +67,8 @@ class MicroBatch(NamedTuple):
     """`[rows]` int64."""
     token_lags: Tensor
     """`[rows, tokens]` int64: optimizer steps since each token was sampled."""
+    turns: Tensor
+    """`[rows, tokens]` int64: the turn of each token, counted from 0."""
     turn_buckets: Tensor
     """`[rows, tokens]` int64: `learner.diagnostics.row_statistics.turn_buckets`."""
     groups: Tensor
@@ -270,6 +272,7 @@ def collate(rows: Sequence[TrainingRow], images: ImagePacker | None = None) -> M
         weights=floats([row.weight for row in rows]),
         policy_lags=integers([row.policy_lag for row in rows]),
         token_lags=by_token([row.rollout.token_lags(row.policy_version) for row in rows], np.int64),
+        turns=by_token([row.rollout.token_turns for row in rows], np.int64),
         turn_buckets=by_token([turn_buckets(row.rollout) for row in rows], np.int64),
         groups=integers([row.group for row in rows]),
         group_logprobs=floats([row.group_logprob for row in rows]),

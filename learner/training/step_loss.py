@@ -108,7 +108,7 @@ def compute_loss(
     logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, proximal, group)
     broken = find_broken(logprobs, micro_batch.completion_mask)
     mask = micro_batch.completion_mask & (broken == Broken.NOT_AT_ALL)[:, None]
-    evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)
+    evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants, turns=micro_batch.turns)
     losses = evaluation.losses
     sums: dict[str, Tensor] = {}
     if frozen.reference_logprobs is not None:

@@ -26,7 +26,7 @@ def log_of(*ratios: float) -> torch.Tensor:
     return torch.tensor([*ratios], dtype=torch.float32).log()[None]
 
 
-def every_correction(log_rho, mask, advantages):
+def every_correction(log_rho, mask, advantages, turns):
     return {
         "token_tis": token_tis(log_rho, mask, low=0.5, high=2.0),
         "geometric_tis": geometric_tis(log_rho, mask, low=0.9, high=1.1),
@@ -34,7 +34,7 @@ def every_correction(log_rho, mask, advantages):
         "icepop": icepop(log_rho, mask, low=0.5, high=5.0),
         "sequence_mask": sequence_mask(log_rho, mask, low=0.0, high=3.0),
         "geometric_mask": geometric_mask(log_rho, mask, low=0.9, high=1.1),
-        "segment_mask": segment_mask(log_rho, mask, low=0.9, high=1.1),
+        "segment_mask": segment_mask(log_rho, mask, turns, low=0.9, high=1.1),
         "k2_mask": k2_mask(log_rho, mask, high=0.1),
         "k3_mask": k3_mask(log_rho, mask, high=0.1),
         "opsm": opsm(log_rho, mask, advantages, threshold=0.1),
@@ -62,12 +62,12 @@ def test_geometric_tis_truncates_the_root_of_the_product():
         torch.testing.assert_close(weights, torch.tensor([[weight] * 3 + [0.0]]))
 
 
-def test_segment_mask_keeps_and_drops_each_run_of_loss_tokens_by_its_own_mean():
-    # Segments of one, two and one token; roots 1.3, sqrt(0.5 * 2.2) = 1.049, 1.0; what lies between them is no part.
-    log_rho = log_of(1.3, 9.0, 0.5, 2.2, 0.01, 0.01, 1.0)
-    mask = torch.tensor([[True, False, True, True, False, False, True]])
-    assert segment_mask(log_rho, mask, low=0.9, high=1.1).tolist() == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]]
-    assert segment_mask(log_rho, mask, low=1.01, high=1.3).tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]]
+def test_segment_mask_keeps_and_drops_each_turn_by_its_own_mean():
+    # Turns of one, two and one token; roots 1.3, sqrt(0.5 * 2.2) = 1.049, 1.0; what is no loss token is no part.
+    log_rho = log_of(1.3, 0.5, 2.2, 1.0, 9.0)
+    mask, turns = torch.tensor([[True, True, True, True, False]]), torch.tensor([[0, 1, 1, 2, 0]])
+    assert segment_mask(log_rho, mask, turns, low=0.9, high=1.1).tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0]]
+    assert segment_mask(log_rho, mask, turns, low=1.01, high=1.3).tolist() == [[1.0, 1.0, 1.0, 0.0, 0.0]]
 
 
 def test_k2_and_k3_masks_see_noise_that_cancels_in_the_mean():
@@ -135,7 +135,8 @@ def test_weights_are_detached_and_finite_and_zero_outside_the_mask():
     )
     mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False], [True, False, False]])
     advantages = torch.tensor([[1.0, 1.0, math.nan], [-1.0, -1.0, math.nan], [math.nan] * 3, [-1.0, math.nan, math.nan]])
-    for name, weights in every_correction(log_rho, mask, advantages).items():
+    turns = torch.zeros_like(mask, dtype=torch.int64)
+    for name, weights in every_correction(log_rho, mask, advantages, turns).items():
         assert not weights.requires_grad, name
         assert weights.dtype == torch.float32, name
         assert weights.shape == mask.shape, name
@@ -147,7 +148,8 @@ def test_weights_are_detached_and_finite_and_zero_outside_the_mask():
 def test_equal_policies_weigh_one_everywhere():
     mask = torch.tensor([[True, False, True], [True, True, True]])
     advantages = torch.tensor([[-1.0] * 3, [1.0] * 3])
-    for name, weights in every_correction(torch.zeros(2, 3), mask, advantages).items():
+    turns = torch.zeros_like(mask, dtype=torch.int64)
+    for name, weights in every_correction(torch.zeros(2, 3), mask, advantages, turns).items():
         assert torch.equal(weights, mask.float()), name
 
 
@@ -163,13 +165,14 @@ def test_a_weight_has_a_bound_where_its_setting_has_none():
         torch.testing.assert_close(weights[0, :3], torch.full((3,), math.exp(LOG_RATIO_BOUND)))
 
 
-def segments_within(log_rho, mask):
-    """Return for each loss token whether the mean of its run of loss tokens is within the bounds of `every_correction`."""
+def segments_within(log_rho, mask, turns):
+    """Return for each loss token whether the mean of its turn's loss tokens is within the bounds of `every_correction`."""
     kept = []
-    for is_loss, run in itertools.groupby(zip(log_rho.tolist(), mask.tolist(), strict=True), key=lambda token: token[1]):
-        values = [value for value, _ in run]
-        if is_loss:
-            kept += [float(0.9 <= math.exp(sum(values) / len(values)) <= 1.1)] * len(values)
+    for _, turn in itertools.groupby(
+        zip(log_rho[mask].tolist(), turns[mask].tolist(), strict=True), key=lambda token: token[1]
+    ):
+        values = [value for value, _ in turn]
+        kept += [float(0.9 <= math.exp(sum(values) / len(values)) <= 1.1)] * len(values)
     return kept
 
 
@@ -180,7 +183,8 @@ def test_weights_equal_the_formulas_evaluated_row_by_row_in_float64(seed):
     log_rho = 0.5 * torch.randn(12, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(12, 5, generator=generator) < 0.7
     advantages = torch.randn(12, 1, generator=generator).expand(12, 5)
-    actual = every_correction(torch.where(mask, log_rho, math.nan), mask, advantages)
+    turns = (torch.rand(12, 5, generator=generator) < 0.4).cumsum(dim=-1).clamp(max=4)
+    actual = every_correction(torch.where(mask, log_rho, math.nan), mask, advantages, turns)
     for row in range(12):
         ratios = log_rho[row, mask[row]].exp()
         if not len(ratios):
@@ -194,7 +198,7 @@ def test_weights_equal_the_formulas_evaluated_row_by_row_in_float64(seed):
             "geometric_tis": torch.full((len(ratios),), min(max(float(root), 0.9), 1.1)),
             "k2_mask": torch.full((len(ratios),), float(k2 <= 0.1)),
             "k3_mask": torch.full((len(ratios),), float(k3 <= 0.1)),
-            "segment_mask": torch.tensor(segments_within(log_rho[row], mask[row])),
+            "segment_mask": torch.tensor(segments_within(log_rho[row], mask[row], turns[row])),
             "icepop": torch.tensor([float(ratio) if 0.5 <= ratio <= 5.0 else 0.0 for ratio in ratios]),
             "sequence_mask": torch.full((len(ratios),), float(product) if product <= 3.0 else 0.0),
             "geometric_mask": torch.full((len(ratios),), float(0.9 <= root <= 1.1)),

@@ -127,7 +127,9 @@ def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(
         "icepop": lambda: corrections.icepop(log_rho, MASK, low=0.9, high=1.1),
         "sequence_mask": lambda: corrections.sequence_mask(log_rho, MASK, low=0.9, high=1.1),
         "geometric_mask": lambda: corrections.geometric_mask(log_rho, MASK, low=0.9, high=1.1),
-        "segment_mask": lambda: corrections.segment_mask(log_rho, MASK, low=0.9, high=1.1),
+        "segment_mask": lambda: corrections.segment_mask(
+            log_rho, MASK, torch.zeros(3, 4, dtype=torch.int64), low=0.9, high=1.1
+        ),
         "k2_mask": lambda: corrections.k2_mask(log_rho, MASK, high=1.1),
         "k3_mask": lambda: corrections.k3_mask(log_rho, MASK, high=1.1),
         "opsm": lambda: corrections.opsm(log_rho, MASK, ADVANTAGES, threshold=1.1),

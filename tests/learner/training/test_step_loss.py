@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,13 +11,16 @@ from offbeat.common.settings.completion import complete_loss
 from offbeat.common.settings.learning_sections import CriticSection, KlSection, LossSection
 from offbeat.learner.diagnostics.row_statistics import Broken, Column, find_broken
 from offbeat.learner.diagnostics.step_table import broken_metrics
+from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 from offbeat.learner.objectives.objective import NO_CONSTANTS, Objective, PolicyLogprobs, StepConstants, make_objective
 from offbeat.learner.policy.networks import FrozenOutputs, Outputs
 from offbeat.learner.policy.process_group import join_process_group
+from offbeat.learner.training.batching import TrainingRow, collate
 from offbeat.learner.training.preparation import PreparedMicroBatch
 from offbeat.learner.training.step_loss import MicroBatchLoss, compute_loss, find_mean_weight
+from offbeat.protocols.payload import Segment, Turn
 from tests.learner.training.test_preparation import micro_batch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -209,6 +213,26 @@ def test_interpolated_anchor_is_mu_for_tokens_that_lag_a_step_or_none() -> None:
     for lags in (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)):
         of_behavior = interpolated(lags, anchor="behavior", correction="none")
         torch.testing.assert_close(interpolated(lags, anchor="interpolated", correction="token_tis"), of_behavior)
+
+
+def test_segment_mask_drops_the_turn_that_is_out_of_bounds_and_keeps_the_others() -> None:
+    ids, behavior = np.array([7, 8, 9], dtype=np.int32), np.full(3, -1.5, dtype=np.float32)
+    episode = Rollout(ids, behavior, 1.0, "stop", (Segment(0, 0),), turns=(Turn(0, 2), Turn(1, 1)), context_ids=ids[:1])
+    logprobs = torch.tensor([[-1.5, -1.5, -1.0]], requires_grad=True)
+    loss = compute_loss(
+        PreparedMicroBatch(
+            collate([TrainingRow(0, ids, episode, 1.0, 1.0, 1.0, 0, 0)]), FrozenOutputs(), torch.ones(1, 3), None
+        ),
+        Outputs(logprobs, None, None),
+        objective_of(LossSection(objective="reinforce", aggregation="token-mean", correction="segment_mask(0.9, 1.1)")),
+        kl=KlSection(),
+        kl_coefficient=0.0,
+        critic=CriticSection(),
+        constants=NO_CONSTANTS,
+    )
+    (gradient,) = torch.autograd.grad(loss.total, logprobs)
+    assert (gradient != 0).tolist() == [[True, True, False]]
+    assert loss.table[0, Column.NUM_MASKED] == 1
 
 
 def normalized_step(ratios: list[list[float]], correction: str) -> tuple[float, MicroBatchLoss, torch.Tensor]:
