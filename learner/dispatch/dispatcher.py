@@ -105,7 +105,9 @@ class Dispatcher:
         queue = self._send_queue = SendQueue()
         self._join_server = JoinServer(contract.join_payload, queue)
         failures = self._failures = LeaseFailures(config.run.max_failed_leases, wake)
-        evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
+        evaluations = EvaluationLeases(
+            config.evaluation, rollout, prompts, versions.evaluated, record, listeners.evaluated, wake
+        )
         self._evaluations = evaluations
         target = LeaseTarget(settings.staleness)
         scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, target)

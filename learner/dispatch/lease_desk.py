@@ -37,16 +37,20 @@ class EvaluationLeases:
         evaluation: EvaluationSection,
         rollout: RolloutSection,
         prompts: Prompts,
+        evaluated: int,
         record: Recorder,
         finish: FinishEvaluation | None,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called when a round ends: somebody may wait for that. `finish` None records the row as it is."""
+        """`evaluated` is that of `Versions`. `wake` is called when a round ends: somebody may wait for that.
+
+        `finish` None records the row as it is.
+        """
         self.group_size = evaluation.group_size
         self._pass_reward = evaluation.pass_reward
         self._sets = [prompt.data_set for prompt in prompts.evaluation]
         num_prompts = min(evaluation.num_prompts * len(set(self._sets)), len(prompts.evaluation))
-        self.rounds = Evaluations(interval=evaluation.interval, num_prompts=num_prompts)
+        self.rounds = Evaluations(interval=evaluation.interval, num_prompts=num_prompts, evaluated=evaluated)
         self._samples = EvaluationSampleRows(num_prompts, prompts.decode, record)
         self.num_answered = 0
         """Leases whose completions have arrived."""

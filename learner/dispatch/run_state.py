@@ -22,6 +22,8 @@ class Versions:
     """The newest version that any learner process of this run has made; at least `current`."""
     published: int | None = None
     """The newest version on its way to the actors; None before this process has published one."""
+    evaluated: int = -1
+    """The newest version that an earlier process of the run has evaluated; -1 for none."""
 
     def __post_init__(self) -> None:
         self.newest = max(self.newest, self.current)

@@ -101,11 +101,12 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 class Evaluations:
     """The rounds of a run, one after another; a round that falls due while one runs waits its turn."""
 
-    def __init__(self, *, interval: int, num_prompts: int) -> None:
+    def __init__(self, *, interval: int, num_prompts: int, evaluated: int = -1) -> None:
+        """`evaluated` is the newest version whose round an earlier process of the run has finished; -1 for none."""
         self._interval = interval
         self._num_prompts = num_prompts
         self._due: deque[int] = deque()
-        self._reached: int | None = None
+        self._reached = evaluated
         self.current: Round | None = None
 
     @property
@@ -118,8 +119,7 @@ class Evaluations:
         if not self._interval or not self._num_prompts:
             return
         # The version must cross a multiple, not equal one: published versions may be several steps apart.
-        previous = policy_version - 1 if self._reached is None else self._reached
-        self._reached = policy_version
+        previous, self._reached = self._reached, policy_version
         if last or policy_version // self._interval > previous // self._interval:
             self._due.append(policy_version)
 

@@ -19,6 +19,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.files import patiently, replace
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, check_run_folder, set_aside_failed_start
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import least_staleness
 from offbeat.common.settings.config import Config, LogSection, RunSection
 from offbeat.common.settings.loading import resolved_toml
@@ -175,11 +176,19 @@ def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequen
     report_kept_settings(settings, folder, record)
     return RunState(
         journal=LeaseJournal(log, recovered.ledger, recovered.stream),
-        versions=Versions(trainer.policy_version, recovered.newest_version),
+        versions=Versions(
+            trainer.policy_version, recovered.newest_version, evaluated=last_evaluated(folder, trainer.policy_version)
+        ),
         settings=settings,
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
         log=log,
     )
+
+
+def last_evaluated(run_folder: Path, policy_version: int) -> int:
+    """Return the newest version up to this one whose evaluation the run's rows have; -1 for none."""
+    versions = [row.policy_version for row in read_rows_of(run_folder / ROWS_FILE, EvalRow)]
+    return max((version for version in versions if version <= policy_version), default=-1)
 
 
 def mirroring(run: RunSection, record: Recorder) -> AbstractContextManager[object]:

@@ -218,6 +218,7 @@ class Desk:
         num_eval_prompts: int = 3,
         recovered: Recovered | None = None,
         policy_version: int = 0,
+        evaluated: int = -1,
         is_published: bool = True,
         log: RolloutLog | None = None,
         contract: Contract = CONTRACT,
@@ -241,7 +242,7 @@ class Desk:
         self.unread: list[Outgoing] = []
         self.ledger = recovered.ledger
         self.stream = recovered.stream
-        self.versions = Versions(policy_version, recovered.newest_version)
+        self.versions = Versions(policy_version, recovered.newest_version, evaluated=evaluated)
         self.journal = LeaseJournal(log, recovered.ledger, recovered.stream, lambda: self.now - 993.0)
         self.dispatcher = Dispatcher(
             contract,

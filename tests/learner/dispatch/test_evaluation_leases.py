@@ -174,6 +174,20 @@ def test_evaluations_fall_due_once_an_interval_even_when_its_multiples_are_not_p
     assert [row.policy_version for row in desk.rows_of(EvalRow)] == [0, 6, 10, 13]
 
 
+@pytest.mark.parametrize(("evaluated", "versions"), [(0, [13, 20]), (10, [20])], ids=["unfinished", "finished"])
+def test_evaluation_that_a_pause_interrupted_is_made_after_the_resume_and_a_finished_one_is_not(
+    evaluated: int, versions: list[int]
+) -> None:
+    settings = ("evaluation.interval=10", "evaluation.num_prompts=1")
+    desk = Desk(*settings, policy_version=13, evaluated=evaluated, is_published=False)
+    for version in (13, 16, 20, 22):
+        desk.dispatcher.publish(version)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=22)
+    while not desk.dispatcher.wait_evaluations(0.0):
+        actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    assert [row.policy_version for row in desk.rows_of(EvalRow)] == versions
+
+
 def test_last_version_is_evaluated_once_although_it_falls_on_the_interval() -> None:
     desk = Desk("evaluation.interval=5", "evaluation.num_prompts=1", policy_version=10, is_published=False)
     desk.dispatcher.publish(10, last=True)

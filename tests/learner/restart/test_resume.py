@@ -14,6 +14,7 @@ import torch
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalRow, LedgerSums, Row, row_fields
+from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.common.weights.flat import make_layout
@@ -282,6 +283,14 @@ def test_best_checkpoint_by_evaluation_is_kept_and_does_not_keep_the_log(tmp_pat
     run.save(6, state_with(Position(6, 500)))
     # The newest of equals.
     assert run.names() == ["evaluations.json", "step-00000005", "step-00000006"]
+
+
+def test_last_evaluation_is_the_newest_finished_one_of_no_later_version(tmp_path: Path) -> None:
+    assert resume.last_evaluated(tmp_path, 13) == -1
+    with MetricsWriter(tmp_path) as writer:
+        for version in (0, 20, 10):
+            writer.write(EvalRow(policy_version=version, reward=None, length=None, num_completions=0, num_failed=1))
+    assert [resume.last_evaluated(tmp_path, version) for version in (0, 9, 13, 20)] == [0, 0, 10, 20]
 
 
 def too_full(root: Path, num_bytes: int) -> None:
