@@ -238,7 +238,8 @@ def _read_random_state() -> dict[str, Tensor]:
 
 def _restore_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available():
+    # A checkpoint written without a GPU has no state of one.
+    if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 

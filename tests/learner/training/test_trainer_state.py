@@ -41,6 +41,19 @@ def test_checkpoint_holds_data_only_and_whole_weights(tiny_model: Path, tmp_path
     assert checkpoints.find_damage(folder) is None
 
 
+def test_checkpoint_written_without_a_gpu_is_loaded_where_there_is_one(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "step-00000001"
+    with running(make_config(tiny_model)) as trainer:
+        trainer.train_batch(make_groups(3))
+        trainer.save_checkpoint(folder, b"extra")
+    with running(make_config(tiny_model)) as trainer:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert trainer.load_checkpoint(folder) == b"extra"
+        assert trainer.policy_version == 1
+
+
 def test_checkpoint_that_outgrows_the_disk_leaves_nothing_and_training_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-00000000"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
