@@ -270,7 +270,12 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
 def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
     match row:
         case rows.StepRow():
-            # A run resumed from a checkpoint does the steps after it again.
+            # A run resumed from a checkpoint does the steps after it again, and evaluates their versions again.
+            if history.steps and history.steps[-1].policy_version >= row.policy_version:
+                for evaluated in [version for version in history.evaluations if version >= row.policy_version]:
+                    del history.evaluations[evaluated]
+                for sampled in [key for key in history.evaluation_samples if key[0] >= row.policy_version]:
+                    del history.evaluation_samples[sampled]
             while history.steps and history.steps[-1].policy_version >= row.policy_version:
                 history.steps.pop()
             while history.samples and history.samples[-1].policy_version >= row.policy_version:

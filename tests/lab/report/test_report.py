@@ -167,6 +167,15 @@ def test_samples_of_evaluations_are_data_in_the_order_of_versions_and_prompts(tm
     assert [f"text{version}." in text for version in (1, 15, 16, 84, 85, 99)] == [True, True, False, False, True, True]
 
 
+def test_evaluations_of_steps_that_a_resume_repeats_are_those_made_since() -> None:
+    rows = [row for version in range(1, 9) for row in (step(version, {"0": 1}), evaluation(version, reward=1.0))]
+    rows += [evaluation_sample(version, 0, "abandoned") for version in (3, 8)]
+    rows += [event("run_started"), step(4, {"0": 1}), evaluation(4, reward=0.25), step(5, {"0": 1})]
+    history = fold_rows(rows_from(rows))
+    assert history.held_out_rewards == {1: 1.0, 2: 1.0, 3: 1.0, 4: 0.25}
+    assert list(history.evaluation_samples) == [(3, 0)]
+
+
 def test_folder_without_metrics_is_refused_by_name(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} has no metrics.jsonl")):
         write_report(tmp_path)
