@@ -209,11 +209,15 @@ class RunHistory:
         return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
     def training_intervals(self) -> list[Interval]:
-        """Return the tokens trained on in each step."""
-        return [
-            Interval(row.time - (row.number("time/step_s") or 0.0), row.time, row.number("tokens/trained") or 0)
-            for row in self.steps
-        ]
+        """Return the tokens trained on in each step, which ends before the next one begins."""
+        intervals: list[Interval] = []
+        next_start = math.inf
+        for row in reversed(self.steps):
+            # The rows of a batch's steps are written together, at its end.
+            end = min(row.time, next_start)
+            next_start = end - (row.number("time/step_s") or 0.0)
+            intervals.append(Interval(next_start, end, row.number("tokens/trained") or 0))
+        return intervals[::-1]
 
 
 def read_run_history(run: Path) -> RunHistory:

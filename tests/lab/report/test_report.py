@@ -338,6 +338,14 @@ def test_throughput_keeps_every_token(tmp_path: Path):
     assert sum(trained["y"]) * width == pytest.approx(4000)
 
 
+def test_steps_of_a_batch_whose_rows_are_written_at_its_end_were_made_one_after_another() -> None:
+    rows = [{**step(version, {"0": 3}), "time": START + (8 if version <= 4 else 20)} for version in range(1, 9)]
+    intervals = fold_rows(rows_from(rows)).training_intervals()
+    starts = [interval.start - START for interval in intervals]
+    assert starts == [0, 2, 4, 6, 12, 14, 16, 18]
+    assert all(interval.end == interval.start + 2 and interval.num_tokens == 1000 for interval in intervals)
+
+
 def test_rate_spreads_an_interval_over_the_bins_it_covers():
     edges = [0.0, 2.0, 4.0, 6.0]
     assert rate_over_time([Interval(1.0, 5.0, 40.0), Interval(0.0, 1.0, 6.0)], edges) == [8.0, 10.0, 5.0]
