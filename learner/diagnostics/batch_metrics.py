@@ -220,7 +220,8 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
     lags = [group.policy_lag(policy_version) for group in groups]
     return {
         "reward/mean": float(every_reward.mean()),
-        "reward/std": float(every_reward.std()),
+        # Exactly 0 for equal rewards: the mean of many 0.1 is not 0.1.
+        "reward/std": float(every_reward.std()) if np.ptp(every_reward) else 0.0,
         "reward/zero_variance_groups": sum(min(of_group) == max(of_group) for of_group in rewards),
         "lag/mean": float(np.mean(lags)),
         "lag/max": max(lags),

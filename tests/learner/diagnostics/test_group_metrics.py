@@ -49,6 +49,11 @@ def test_group_metrics_are_over_completions_and_lags_over_groups():
     }
 
 
+@pytest.mark.parametrize("reward", [0.1, -0.1, 0.7])
+def test_equal_rewards_have_no_deviation_also_where_their_mean_is_rounded(reward):
+    assert group_metrics([make_group([reward], 1, 9) for _ in range(12)], policy_version=9)["reward/std"] == 0
+
+
 def test_rewards_and_lengths_by_lag_are_means_over_all_completions_in_the_bucket():
     groups = [make_group([0.0, 1.0], 4, 6), make_group([4.0], 10, 5), make_group([7.0], 1, 9)]
     metrics = group_metrics(groups, policy_version=9)
