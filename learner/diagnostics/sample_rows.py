@@ -1,5 +1,6 @@
 """The sample rows of a run: completions of some of its steps, and of each of its evaluations, as text."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from offbeat.common.records.rows import EvalSampleRow, Recorder, SampleRow
@@ -8,7 +9,7 @@ from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.payload import Turn
 
 NUM_SAMPLED_STEPS = 25
-"""Steps of a run that are sampled, spread evenly, besides the first and the last."""
+"""Most steps of a run that are sampled, spread evenly, besides the first and the last."""
 NUM_EVALUATION_SAMPLES = 8
 """Held-out prompts with a sample in each evaluation, spread evenly."""
 MAX_TEXT = 2000
@@ -24,7 +25,7 @@ class SampleRows:
     def __init__(self, num_steps: int, decode: Decode, record: Recorder) -> None:
         """`num_steps` is `train.num_steps`."""
         self._num_steps = num_steps
-        self._interval = max(1, num_steps // NUM_SAMPLED_STEPS)
+        self._interval = max(1, math.ceil(num_steps / NUM_SAMPLED_STEPS))
         self._decode = decode
         self._record = record
 

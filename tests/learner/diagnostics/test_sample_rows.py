@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from offbeat.common.records.rows import EvalSampleRow, Row, SampleRow
-from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten, written
+from offbeat.learner.diagnostics.sample_rows import (
+    MAX_TEXT,
+    NUM_SAMPLED_STEPS,
+    EvaluationSampleRows,
+    SampleRows,
+    shorten,
+    written,
+)
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.payload import Segment, Turn
@@ -82,9 +90,16 @@ def test_a_sampled_step_has_its_best_and_its_worst_completion() -> None:
 
 
 def test_steps_are_sampled_evenly_with_the_first_and_the_last() -> None:
-    versions = [row.policy_version for row in samples_of(110, range(1, 111), [group(1, [0.0], ["a"])])]
-    # Every 4th of 110, which makes 27.
-    assert versions == [1, *range(4, 109, 4), 110]
+    versions = [row.policy_version for row in samples_of(112, range(1, 113), [group(1, [0.0], ["a"])])]
+    # Every 5th of 112, which makes 22: every 4th would make 28.
+    assert versions == [1, *range(5, 111, 5), 112]
+
+
+@pytest.mark.parametrize("num_steps", [1, 25, 26, 49, 74, 99, 1000])
+def test_no_more_steps_are_sampled_than_meant_besides_the_first_and_the_last(num_steps: int) -> None:
+    versions = {row.policy_version for row in samples_of(num_steps, range(1, num_steps + 1), [group(1, [0.0], ["a"])])}
+    assert {1, num_steps} <= versions
+    assert len(versions - {1, num_steps}) <= NUM_SAMPLED_STEPS
 
 
 def test_long_texts_lack_their_middle() -> None:
