@@ -16,9 +16,12 @@ Behind a gap in the log, events are applied as far as they can be:
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.records.rows import EvalRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import DispatcherState, apply_event
@@ -209,3 +212,9 @@ def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
             f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of data.train_data is now: "
             "its text, tokens, row or weight was changed. Change the data back, or begin a new run in another run.dir"
         )
+
+
+def last_evaluated(run_folder: Path, policy_version: int) -> int:
+    """Return the newest version up to this one whose evaluation the run's rows have; -1 for none."""
+    versions = [row.policy_version for row in read_rows_of(run_folder / ROWS_FILE, EvalRow)]
+    return max((version for version in versions if version <= policy_version), default=-1)

@@ -19,7 +19,6 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.files import patiently, replace
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, check_run_folder, set_aside_failed_start
-from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import least_staleness
 from offbeat.common.settings.config import Config, LogSection, RunSection
 from offbeat.common.settings.loading import resolved_toml
@@ -31,7 +30,7 @@ from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.recovery import Recovered, recover
+from offbeat.learner.leases.recovery import Recovered, last_evaluated, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import run_identity
 from offbeat.learner.training import checkpoints
@@ -183,12 +182,6 @@ def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequen
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
         log=log,
     )
-
-
-def last_evaluated(run_folder: Path, policy_version: int) -> int:
-    """Return the newest version up to this one whose evaluation the run's rows have; -1 for none."""
-    versions = [row.policy_version for row in read_rows_of(run_folder / ROWS_FILE, EvalRow)]
-    return max((version for version in versions if version <= policy_version), default=-1)
 
 
 def mirroring(run: RunSection, record: Recorder) -> AbstractContextManager[object]:

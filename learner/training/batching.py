@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.common.models.images import ImageFile
 from offbeat.learner.diagnostics.row_statistics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
-from offbeat.learner.objectives.anchors import group_logprob
+from offbeat.learner.objectives.objective import group_logprob
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack, whole_rows
 
@@ -39,7 +39,7 @@ class TrainingRow(NamedTuple):
     images: tuple[ImageFile, ...] = ()
     """The images of its prompt."""
     group_logprob: float = 0.0
-    """`objectives.anchors.group_logprob` of its group."""
+    """`objectives.objective.group_logprob` of its group."""
     experts: EngineExperts | None = None
     """The engine's experts of its group; None unless they are replayed."""
     first_expert: int = 0
@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
     groups: Tensor
     """`[rows]` int64: index of each row's group in the step."""
     group_logprobs: Tensor
-    """`[rows]` float32: `objectives.anchors.group_logprob` of each row's group."""
+    """`[rows]` float32: `objectives.objective.group_logprob` of each row's group."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""

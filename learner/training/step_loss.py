@@ -13,11 +13,10 @@ from torch import Tensor
 from offbeat.common.settings.learning_sections import CriticSection, KlSection
 from offbeat.learner.diagnostics.row_statistics import Broken, Column, find_broken, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
-from offbeat.learner.objectives.anchors import interpolated_logprobs
 from offbeat.learner.objectives.correction_rules import weigh
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff, value_loss
-from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants
+from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants, interpolated_logprobs
 from offbeat.learner.policy.networks import Networks, Outputs
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors
 from offbeat.learner.training.preparation import PreparedMicroBatch, reward_kl

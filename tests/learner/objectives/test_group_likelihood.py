@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.objectives.anchors import group_logprob
+from offbeat.learner.objectives.objective import group_logprob
 
 COMPLETIONS = st.lists(st.lists(st.floats(-8.0, 0.0, width=32), min_size=1, max_size=6), min_size=1, max_size=8)
 

@@ -15,9 +15,15 @@ from torch import Tensor
 
 from offbeat.common.settings.loading import load
 from offbeat.learner.objectives.aggregation import aggregate
-from offbeat.learner.objectives.anchors import group_logprob
 from offbeat.learner.objectives.losses import gmpo, m2po, m2po_candidates, m2po_cutoff
-from offbeat.learner.objectives.objective import Evaluation, Objective, PolicyLogprobs, StepConstants, make_objective
+from offbeat.learner.objectives.objective import (
+    Evaluation,
+    Objective,
+    PolicyLogprobs,
+    StepConstants,
+    group_logprob,
+    make_objective,
+)
 from tests.learner.objectives.loss_cases import inputs_of
 
 ROWS, TOKENS, GROUP_SIZE = 12, 16, 6

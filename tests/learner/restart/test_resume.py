@@ -26,6 +26,7 @@ from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerState, SavedLease
 from offbeat.learner.leases.log_reading import LogFullError, Position, read_whole_log
 from offbeat.learner.leases.prompt_stream import StreamState
+from offbeat.learner.leases.recovery import last_evaluated
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import resume
 from offbeat.learner.restart.resume import Checkpoints, ServiceState
@@ -286,11 +287,11 @@ def test_best_checkpoint_by_evaluation_is_kept_and_does_not_keep_the_log(tmp_pat
 
 
 def test_last_evaluation_is_the_newest_finished_one_of_no_later_version(tmp_path: Path) -> None:
-    assert resume.last_evaluated(tmp_path, 13) == -1
+    assert last_evaluated(tmp_path, 13) == -1
     with MetricsWriter(tmp_path) as writer:
         for version in (0, 20, 10):
             writer.write(EvalRow(policy_version=version, reward=None, length=None, num_completions=0, num_failed=1))
-    assert [resume.last_evaluated(tmp_path, version) for version in (0, 9, 13, 20)] == [0, 0, 10, 20]
+    assert [last_evaluated(tmp_path, version) for version in (0, 9, 13, 20)] == [0, 0, 10, 20]
 
 
 def too_full(root: Path, num_bytes: int) -> None:
