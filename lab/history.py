@@ -38,6 +38,8 @@ class EndedGroup(NamedTuple):
 
     lease: EndedLease
     """The lease it was generated for."""
+    policy_lag: int
+    """Its lag when it was trained on, for the last time, or dropped."""
     lengths: "array[int]"
     """Tokens of each completion."""
     ended_at: float
@@ -167,11 +169,9 @@ class RunHistory:
 
     @property
     def groups_by_lag(self) -> dict[int, int]:
-        """Trained groups by policy lag."""
-        counts: Counter[int] = Counter()
-        for row in self.steps:
-            counts.update(row.groups_by_lag)
-        return dict(sorted(counts.items()))
+        """Trained groups by policy lag, each at its last pass."""
+        lags = Counter(group.policy_lag for group in self.groups.values() if group.lease.outcome == "trained")
+        return dict(sorted(lags.items()))
 
     @property
     def drift_by_lag(self) -> list[LagDrift]:
@@ -325,7 +325,7 @@ def _ended_group(row: rows.GroupRow) -> EndedGroup:
         num_turns=sum(row.num_turns) / len(row.num_turns) if row.num_turns else math.nan,
         environment_s=sum(row.environment_s) / len(row.environment_s) if row.environment_s else math.nan,
     )
-    return EndedGroup(lease, array("i", row.lengths), row.time)
+    return EndedGroup(lease, row.policy_lag, array("i", row.lengths), row.time)
 
 
 def _buckets(metric: str, steps: Iterable[rows.StepRow]) -> list[str]:

@@ -167,7 +167,7 @@ def _lag_figure(history: RunHistory) -> page.KeyFigure:
         return page.KeyFigure("Policy lag", "–", "", "no group trained")
     mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
     num_over = sum(int(count) for count in _numbers(history, "staleness/over_bound"))
-    note = f"largest {max(counts)}; {num_over:,} groups above the bound"
+    note = f"largest {max(counts)}; above the bound {num_over:,} times"
     return page.KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
 
 

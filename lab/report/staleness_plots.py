@@ -20,7 +20,7 @@ def lag_histogram(history: RunHistory) -> figures.Plot:
     layout["hovermode"] = "closest"
     return figures.Plot(
         "Policy lag of trained groups",
-        "How many optimizer steps lay between a group's oldest token and the step that trained on it, "
+        "How many optimizer steps lay between a group's oldest token and the final step that trained on it, "
         "for all groups of the run.",
         [bars] if counts else [],
         layout,

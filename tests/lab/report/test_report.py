@@ -55,9 +55,9 @@ def by_lag(bucket: str, count: int, clip_fraction: float) -> dict[str, float]:
     return {f"by_lag/{bucket}/{name}": value for name, value in numbers.items()}
 
 
-def group(lease_id: int, outcome: str, lengths: list[int], reason: str = "") -> dict[str, Any]:
+def group(lease_id: int, outcome: str, lengths: list[int], reason: str = "", *, lag: int = 1) -> dict[str, Any]:
     row = {"kind": "group", "time": START + 1, "lease_id": lease_id, "prompt_id": 0, "actor": "a0", "reason": reason}
-    row |= {"outcome": outcome, "policy_lag": 1, "policy_version": 1, "lengths": lengths, "rewards": [0.0, 1.0]}
+    row |= {"outcome": outcome, "policy_lag": lag, "policy_version": 1, "lengths": lengths, "rewards": [0.0, 1.0]}
     return row | {"generate_s": 0.5, "num_segments": 1, "taken_at": START + 1}
 
 
@@ -223,9 +223,14 @@ def test_broken_law_is_said_aloud(tmp_path: Path, leased: int, verdict: str):
     assert f"The law is broken: 5 + 3 + 1 + 3 {verdict}" in text
 
 
-def test_groups_by_lag_are_the_sum_of_all_steps(tmp_path: Path):
-    bars = figure_titled(report_of(tmp_path, whole_run()), "Policy lag of trained groups")["data"][0]
-    assert dict(zip(bars["x"], bars["y"], strict=True)) == {0: 4, 1: 5, 2: 3}
+def test_trained_groups_are_counted_by_the_lag_of_their_last_pass(tmp_path: Path):
+    """Two epochs over three groups, beside one that was dropped."""
+    rows = [step(1, {"0": 2, "1": 1}), step(2, {"1": 2, "2": 1}), group(9, "dropped", [1], "stale", lag=7)]
+    rows += [group(lease_id, "trained", [1], lag=lag) for lease_id, lag in ((3, 1), (4, 1), (5, 2))]
+    page = report_of(tmp_path, rows)
+    bars = figure_titled(page, "Policy lag of trained groups")["data"][0]
+    assert dict(zip(bars["x"], bars["y"], strict=True)) == {1: 2, 2: 1}
+    assert "1.33 steps largest 2; above the bound 0 times" in text_of(page)
 
 
 def test_lengths_of_all_generated_groups_stand_beside_the_trained_ones(tmp_path: Path):
@@ -353,10 +358,10 @@ def test_rate_spreads_an_interval_over_the_bins_it_covers():
 
 def test_steps_repeated_after_a_resume_count_once():
     rows = [step(1, {"0": 3}), step(2, {"1": 3}), step(3, {"2": 3}), final("stopped"), step(2, {"0": 3})]
-    rows += [group(7, "trained", [1]), group(7, "trained", [1])]
+    rows += [group(7, "trained", [1], lag=1), group(7, "trained", [1], lag=0)]
     history = fold_rows(rows_from(rows))
     assert [row.policy_version for row in history.steps] == [1, 2]
-    assert history.groups_by_lag == {0: 6}
+    assert history.groups_by_lag == {0: 1}
     assert history.num_groups_trained == 1
     assert history.final is None, "the resumed run has not ended"
 

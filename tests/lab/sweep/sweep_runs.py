@@ -71,7 +71,7 @@ def rows_of_run(
         row |= {"tokens/trained": 100, "clip/fraction": 0.25, "ratio/log_std": 0.01, "kl/behavior_policy_k3": 1e-3}
         rows.append(row)
         for lease_id in (2 * index, 2 * index + 1):
-            rows.append(_group(lease_id, at))
+            rows.append(_group(lease_id, at, lag))
     rows.append({"kind": "eval", "time": at, "policy_version": len(rewards), "reward": 0.75} | EVALUATION)
     for second, tokens in ((0, 0), (10, 900)):
         seconds = {"generate": 0.75 * second, "wait_leases": 0.25 * second}
@@ -82,11 +82,11 @@ def rows_of_run(
     return [*rows, final | {"outcome": "finished", "detail": ""}]
 
 
-def _group(lease_id: int, at: float) -> dict[str, Any]:
+def _group(lease_id: int, at: float, lag: int) -> dict[str, Any]:
     row = {"kind": "group", "time": at, "lease_id": lease_id, "prompt_id": 0, "actor": "a0", "reason": "", "lengths": [10, 20]}
     return (
         row
-        | {"outcome": "trained", "policy_lag": 1, "policy_version": 1, "rewards": [0.0, 1.0], "generate_s": 0.5}
+        | {"outcome": "trained", "policy_lag": lag, "policy_version": 1, "rewards": [0.0, 1.0], "generate_s": 0.5}
         | {"num_segments": 1, "taken_at": at}
     )
 
