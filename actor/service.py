@@ -136,15 +136,9 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                 )
             )
             leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
+            gpu = None if turn is None else _turns_of(engine, turn)
             service = ActorService(
-                identity=identity,
-                config=config,
-                engine=engine,
-                leases=leases,
-                outbox=outbox,
-                link=link,
-                stop=stop,
-                gpu=None if turn is None else _turns_of(engine, turn),
+                identity=identity, config=config, engine=engine, leases=leases, outbox=outbox, link=link, stop=stop, gpu=gpu
             )
             with serving(service.page, config.metrics.actor_bind):
                 return service.run()
