@@ -191,7 +191,8 @@ def test_engines_that_sleep_while_the_learner_trains_sample_with_the_weights_tha
     assert services.wait(train, "train") == 0, services.output("train")
     assert_books_balance(services, leased=16, trained=16)
     slept = {row["actor"]: row["seconds"]["wait_gpu"] for row in services.rows("run", "actor")}
-    assert all(seconds > 0 for seconds in slept.values()) and len(slept) == 2
+    # To ask whether the learner wants the GPU takes microseconds.
+    assert sum(slept.values()) > 0.05
     checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))
     assert [check.violations for check in checks] == [[]] * len(checks)
 
