@@ -414,14 +414,15 @@ def test_process_that_is_killed_while_the_reward_processes_start_leaves_no_semap
     program = f"""
         import os, signal
         from multiprocessing import synchronize, util
-        from tests.actor.rewards.reward_harness import make_runner_of
+        from offbeat.actor.rewards.runner import RewardRunner
+        from offbeat.common.settings.config import ActorSection, TaskSection
 
         def die(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
         synchronize.SemLock._make_name = staticmethod(lambda: "/{name}")
         util.spawnv_passfds = die  # what starts the resource tracker
-        make_runner_of("math_answer")
+        RewardRunner(TaskSection(reward="math_answer"), ActorSection())
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
     semaphore = Path(f"/dev/shm/sem.{name}")
