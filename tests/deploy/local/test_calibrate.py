@@ -1,5 +1,6 @@
 """`offbeat calibrate` with real services on a tiny model: its noise floor, its predictions, and a run that uses them."""
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def test_scoring_learner_works_on_the_gpus_of_the_plan(tmp_path: Path, monkeypat
     gpus = visible_gpus([Device(index, f"GPU-{index}", "H100", 80, 80) for index in range(8)], "6,7")
     config = load(None, ["model.path=m", "launch.learner_gpus=[1]", "launch.actor_gpus=[[0]]"])
     monkeypatch.setattr(calibrating, "plan_of_this_machine", lambda config: (make_plan(config, gpus, None), Inventory(gpus)))
-    monkeypatch.setattr("torch.multiprocessing.spawn", lambda score, given, nprocs: score(0, *given))
+    spawning = importlib.import_module("torch.multiprocessing.spawn")
+    monkeypatch.setattr(spawning, "spawn", lambda score, given, nprocs: score(0, *given))
 
     def look() -> None:
         raise RuntimeError(os.environ[VISIBLE])
