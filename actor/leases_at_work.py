@@ -99,7 +99,7 @@ class LeasesAtWork:
     _engine: Engine
     sampler: "SingleTurns | Episodes"
     """Makes groups of leases; says which rewards or episodes it waits for, and whether they fail."""
-    _outbox: Outbox
+    outbox: Outbox
     max_message_bytes: int
     """Largest array that the learner takes; the service sets it at each welcome."""
     images: ImageReader | None = None
@@ -158,7 +158,7 @@ class LeasesAtWork:
         """Stop working on these leases and forget their answers. Unknown ones are ignored."""
         for lease_id in lease_ids:
             self._abort(lease_id)
-            self._outbox.acknowledge(lease_id)
+            self.outbox.acknowledge(lease_id)
 
     def return_all(self) -> None:
         """Give every lease at work back to the learner."""
@@ -176,7 +176,7 @@ class LeasesAtWork:
             detail = f"the group has {largest} bytes; the learner's hub.max_message_mb takes {self.max_message_bytes}"
             self._fail(group.lease_id, "too_large", detail)
             return
-        self._outbox.put(group.lease_id, message, *arrays)
+        self.outbox.put(group.lease_id, message, *arrays)
         self.num_groups += 1
 
     def _return(self, lease_ids: Iterable[int]) -> None:
@@ -185,7 +185,7 @@ class LeasesAtWork:
             self._fail(lease_id, "returned")
 
     def _fail(self, lease_id: int, reason: str, detail: str = "") -> None:
-        self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason=reason, detail=detail))
+        self.outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason=reason, detail=detail))
 
     def _abort(self, lease_id: int) -> None:
         if lease_id in self._lease_ids:

@@ -15,6 +15,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, assert_never, get_args
 
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
@@ -100,21 +101,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
         with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
             if turn is not None:
                 turn.begin()
-            engine = make_engine(
-                config.actor.engine,
-                str(model),
-                EngineSettings(
-                    dtype=config.model.dtype,
-                    max_model_len=config.model.max_length,
-                    hashes=hash_model(model),
-                    seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
-                    options=config.actor.engine_options,
-                    images=images,
-                    records_experts=config.loss.routing_replay == "sampled",
-                    has_turns=bool(config.task.environment),
-                    sleeps=turn is not None,
-                ),
-            )
+            engine = make_engine(config.actor.engine, str(model), _engine_settings(config, name, model, images, turn))
         report_ready()
         info = engine.info
         logger.info(
@@ -138,10 +125,26 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
             leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
             gpu = None if turn is None else _turns_of(engine, turn)
             service = ActorService(
-                identity=identity, config=config, engine=engine, leases=leases, outbox=outbox, link=link, stop=stop, gpu=gpu
+                identity=identity, config=config, engine=engine, leases=leases, link=link, stop=stop, gpu=gpu
             )
             with serving(service.page, config.metrics.actor_bind):
                 return service.run()
+
+
+def _engine_settings(
+    config: Config, name: str, model: Path, images: ImageReader | None, turn: ActorTurn | None
+) -> EngineSettings:
+    return EngineSettings(
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_length,
+        hashes=hash_model(model),
+        seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+        options=config.actor.engine_options,
+        images=images,
+        records_experts=config.loss.routing_replay == "sampled",
+        has_turns=bool(config.task.environment),
+        sleeps=turn is not None,
+    )
 
 
 def _turns_of(engine: Engine, turn: ActorTurn) -> EngineTurns:
@@ -161,7 +164,6 @@ class ActorService:
         config: Config,
         engine: Engine,
         leases: LeasesAtWork,
-        outbox: Outbox,
         link: Link,
         stop: StopRequest,
         gpu: EngineTurns | None = None,
@@ -174,7 +176,7 @@ class ActorService:
         """The engine may work: the GPU is not the learner's."""
         self._engine = engine
         self._leases = leases
-        self._outbox = outbox
+        self._outbox = leases.outbox
         self._stop = stop
         self._clock = clock
         self._seconds = LoopSeconds(clock)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -91,7 +91,7 @@ class TrainingLoop:
     step_rows: StepRows
     wake_hub: Callable[[], None]
     """Lets the hub's thread see at once what the dispatcher has to send or grant."""
-    gpu_turn: LearnerTurn | None = None
+    gpu_turn: LearnerTurn | None = field(default_factory=LearnerTurn.of_process)
     """The learner's turns on a GPU that the actors use too; None: the learner has its memory for itself."""
 
     def __post_init__(self) -> None:

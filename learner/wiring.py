@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.common.processes.environment import launcher_rank
-from offbeat.common.processes.gpu_turn import LearnerTurn
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
 from offbeat.common.records.rows import Recorder
@@ -121,9 +120,7 @@ def open_learner(config: Config, inputs: Inputs, hub: Hub, health: HealthWatch, 
     keep = config.train.keep_checkpoints
     checkpoints = Checkpoints(folder, trainer, dispatcher, run.auto_bound, inputs.identity, keep, record)
     step_rows = StepRows(dispatcher, run.auto_bound, demand, curriculum, samples, watch, record)
-    loop = TrainingLoop(
-        config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake, LearnerTurn.of_process()
-    )
+    loop = TrainingLoop(config, trainer, dispatcher, publisher, canary, routing, checkpoints, step_rows, hub.wake)
     logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(
         loop,

@@ -421,9 +421,9 @@ class LaunchSection(Section, frozen=True):
     """GPUs of each actor, one list per actor, as indices like those of `launch.learner_gpus`. Empty: the GPUs that the learner
     does not use, or shares of the learner's if it uses all; `offbeat check` prints the plan."""
     gpu_sharing: Literal["auto", "parts", "turns"] = "auto"
-    """How the learner and the actors use one GPU together. parts: each has a part of its memory all the time. turns: vLLM gives
-    its memory back while the learner trains on a batch, so each has more, but they work one after the other. auto: parts where
-    they fit, else turns."""
+    """Division of one GPU that the learner and the actors share. parts: each has a part of its memory all the time. turns: vLLM
+    gives its memory back while the learner trains on a batch, so each has more, but they work one after the other. auto: parts
+    where they fit, else turns."""
     max_restarts: NonNegativeInt = 3
     """Number of times that a dead service is restarted before the run is stopped. Ten minutes of work restore the full number.
     0: never restart."""

@@ -137,7 +137,7 @@ def sweep_command(
     from offbeat.common.settings.loading import load
     from offbeat.deploy.checks.preflight import look
     from offbeat.deploy.experiments.sweep_runs import places_here, render_commands, run_sweep
-    from offbeat.deploy.experiments.trials import check_ports_apart, check_trials, make_trials, prepare, render_job_array
+    from offbeat.deploy.experiments.trials import check_trials, make_trials, prepare, render_job_array
     from offbeat.deploy.local.quickstart.prepared import expand
     from offbeat.lab.sweep.plan import make_plan, read_baseline
     from offbeat.lab.sweep.sweep_report import write_sweep_report
@@ -156,9 +156,7 @@ def sweep_command(
     trials = make_trials(plan, path, overrides, folder)
     mine = part.of(trials)
     if not (as_commands or as_job):
-        if jobs > 1:
-            check_ports_apart(mine)
-        check_trials(mine, lambda config: look(expand(config), "train"))
+        check_trials(mine, lambda config: look(expand(config), "train"), num_at_once=jobs)
     prepare(plan, trials, folder)
     if as_commands or as_job:
         again = _same_command(arguments, varied, seeds, folder, difference, baseline, stop_hopeless=stop_hopeless)

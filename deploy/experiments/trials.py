@@ -68,11 +68,14 @@ def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder:
     return trials
 
 
-def check_trials(trials: Sequence[SweepTrial], check_one: Callable[[Config], object]) -> None:
+def check_trials(trials: Sequence[SweepTrial], check_one: Callable[[Config], object], *, num_at_once: int = 1) -> None:
     """Apply a check to one seed of each value; a `SettingError` that it raises then names the run.
 
-    Other seeds share all that is checked, and each run looks again when it starts.
+    Other seeds share all that is checked, and each run looks again when it starts. Runs beside each other need ports of their
+    own (`check_ports_apart`).
     """
+    if num_at_once > 1:
+        check_ports_apart(trials)
     # Only the folder's name tells the values: `max_staleness=4/seed=1`.
     one_of_each = {trial.folder.parent: trial for trial in reversed(trials)}
     for trial in reversed(one_of_each.values()):

@@ -113,7 +113,9 @@ def _make_plan(
     need = memory.learner_need(config, sizes) if sizes else None
     warnings: list[str] = []
     if has_turns:
-        need = memory.beside_sleepers(_check_turns(engine, learner, places, need), len(places))
+        _check_turns(engine, learner, places, sizes)
+    if need and has_turns:
+        need = memory.beside_sleepers(need, len(places))
     if need and sizes:
         for gpu in learner:
             warnings += memory.check_learner(config, need, gpus[gpu], sizes)
@@ -140,19 +142,18 @@ def _make_plan(
 
 
 def _check_turns(
-    engine: Engine, learner: tuple[int, ...], places: tuple[tuple[int, ...], ...], need: memory.Need | None
-) -> memory.Need:
-    """Return the learner's need; raise `SettingError` where a GPU cannot be used in turns."""
-    problem = None
+    engine: Engine, learner: tuple[int, ...], places: tuple[tuple[int, ...], ...], sizes: ModelSizes | None
+) -> None:
+    """Raise `SettingError` where a GPU cannot be used in turns."""
     if engine != "vllm":
         problem = "only vLLM gives a GPU's memory back, and actors would sample with transformers"
     elif {*learner} != {gpu for place in places for gpu in place} or len(learner) != 1:
         problem = "turns are for one GPU that the learner and all actors share"
-    elif need is None:
+    elif sizes is None:
         problem = "the model's sizes are not known, so there is no sum to plan with"
-    if problem is not None or need is None:
-        raise SettingError("launch.gpu_sharing", "turns", str(problem), 'Set it to "parts" or "auto".')
-    return need
+    else:
+        return
+    raise SettingError("launch.gpu_sharing", "turns", problem, 'Set it to "parts" or "auto".')
 
 
 def _can_use_nccl(config: Config, gpus: tuple[Gpu, ...], members: Sequence[int]) -> bool:

@@ -288,7 +288,6 @@ class Actor:
             config=config,
             engine=engine,
             leases=LeasesAtWork(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20),
-            outbox=outbox,
             link=self._link,
             stop=cast(StopRequest, self.stop),
             gpu=gpu,

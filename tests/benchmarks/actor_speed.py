@@ -175,7 +175,6 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
             config=config,
             engine=engine,
             leases=leases,
-            outbox=outbox,
             link=link,
             stop=StopRequest(),
         ).run()

@@ -139,7 +139,6 @@ def act(connection: Connection) -> None:
                 config=config,
                 engine=engine,
                 leases=LeasesAtWork(engine, play, outbox, max_message_bytes=MAX_MESSAGE_BYTES),
-                outbox=outbox,
                 link=link,
                 stop=StopRequest(),
             ).run()
