@@ -166,7 +166,7 @@ class WeightReceiver:
 
     def _beat(self, update: WeightUpdate | WeightPull) -> None:
         """Note that a transfer moves."""
-        self._patience_s = update.timeout_s + STUCK_S
+        self._patience_s, self._looked_at = update.timeout_s + STUCK_S, time.monotonic()
 
     def _receive(self, update: WeightUpdate | WeightPull) -> str | None:
         """Fill the buffer. Return the error if that failed or the bytes are not the learner's, else None."""

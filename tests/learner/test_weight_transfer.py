@@ -89,6 +89,8 @@ def test_actor_that_joins_again_gets_the_version_that_it_had() -> None:
     with fleet_of(SMALL, "a", "b", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
+        # Receivers have the weights before the learner's part of the broadcast is over.
+        fleet.wait_for(lambda: len(fleet.updates()) == 1)
         again = fleet.receivers[0]
         again.policy_version = None
         again.checksums.clear()
@@ -101,6 +103,7 @@ def test_whole_fleet_that_joins_again_gets_the_version_that_it_had() -> None:
     with fleet_of(SMALL, "a", "b", timeout_s=PATIENCE_S) as fleet:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
+        fleet.wait_for(lambda: len(fleet.updates()) == 1)
         for receiver in fleet.receivers:
             receiver.policy_version = None
             receiver.checksums.clear()

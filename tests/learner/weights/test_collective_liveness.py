@@ -165,7 +165,8 @@ def test_broadcast_that_never_returns_is_left_behind_and_every_stuck_actor_is_re
 
     monkeypatch.setattr(GlooGroup, "broadcast", hang)
     monkeypatch.setattr(collective, "STUCK_S", 0.05)
-    monkeypatch.setattr(weight_receiver, "STUCK_S", 0.2)
+    # Long enough for the learner to ask again before the survivor gives up.
+    monkeypatch.setattr(weight_receiver, "STUCK_S", 1.0)
     bench = benches("dies", "b", timeout_s=0.15)
     survivor = bench.actors[1]
     bench.publish(0)
@@ -178,6 +179,23 @@ def test_broadcast_that_never_returns_is_left_behind_and_every_stuck_actor_is_re
     bench.run_until(lambda: bench.have(2))
     assert any("b did not enter epoch" in why for why in bench.events("actor_excluded"))
     assert "stuck" in bench.events("collectives_paused")[0]
+    released.set()
+
+
+def test_receiver_that_nobody_has_looked_at_yet_is_not_stuck(
+    benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(GlooGroup, "broadcast", lambda *_: released.wait(PATIENCE_S))
+    monkeypatch.setattr(weight_receiver, "STUCK_S", 1.0)
+    bench = benches("a", timeout_s=2.0)
+    bench.publish(0)
+    receiver = bench.actors[0].receiver
+    deadline = time.monotonic() + PATIENCE_S
+    while not receiver._is_receiving:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert receiver.outcome() is None
     released.set()
 
 
