@@ -114,13 +114,11 @@ def _make_plan(
     warnings: list[str] = []
     if has_turns:
         _check_turns(engine, learner, places, sizes)
-    if need and has_turns:
-        need = memory.beside_sleepers(need, len(places))
     if need and sizes:
+        peak = memory.beside_sleepers(need, len(places)) if has_turns else need
         for gpu in learner:
-            warnings += memory.check_learner(config, need, gpus[gpu], sizes)
-    if need and has_turns:
-        need = memory.at_rest(need)
+            warnings += memory.check_learner(config, peak, gpus[gpu], sizes)
+        need = memory.at_rest(need) if has_turns else need
     taken = need.num_bytes if need else UNKNOWN_SHARE * min(gpus[gpu].free_bytes for gpu in learner)
     shares = _Shares(gpus, dict.fromkeys(learner, taken), places, config.actor.engine_options.get(SHARE_OPTIONS[engine]))
     # transformers takes such a part of what is free when it starts, so never more than its share.
