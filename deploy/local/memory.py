@@ -11,6 +11,7 @@ without GPUs that exceeds the machine's memory; its sums were compared with real
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -338,8 +339,9 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
     each = f"{config.launch.learner_processes} x learner: {learner}; {num_actors} x actor: {actor}"
     words = f"without a GPU the run takes up to {gib(total)} GiB, and {gib(free_bytes)} of {gib(total_bytes)} GiB are free"
     if certain > total_bytes:
-        changes = [_one_cpu_actor, _checkpointed, _small_batches]
-        cure = _cure(config, changes, lambda one: _cpu_bytes(one, sizes) <= total_bytes)
+        room = total_bytes - config.launch.learner_processes * learner.num_bytes
+        fewer = partial(_fewer_cpu_actors, num_actors=max(1, int(room / actor.num_bytes)))
+        cure = _cure(config, [fewer, _checkpointed, _small_batches], lambda one: _cpu_bytes(one, sizes) <= total_bytes)
         raise SettingError("model.path", config.model.path, f"{words} ({each})", cure)
     return [f"{words} ({each})"]
 
@@ -400,11 +402,14 @@ def _one_actor(config: Config) -> tuple[Config, str]:
     return replace(config, launch=replace(config.launch, num_actors=1)), "launch.num_actors=1"
 
 
-def _one_cpu_actor(config: Config) -> tuple[Config, str]:
-    if not (config.scale.actors or config.scale.auto):
-        return _one_actor(config)
-    text = "scale.actors=1, scale.auto=false" if config.scale.auto else "scale.actors=1"
-    return replace(config, scale=replace(config.scale, actors=1, auto=False)), text
+def _fewer_cpu_actors(config: Config, num_actors: int) -> tuple[Config, str]:
+    scale = config.scale
+    if scale.auto and max(scale.min, actors_wanted(config)) <= num_actors:
+        return replace(config, scale=replace(scale, max=num_actors)), f"scale.max={num_actors}"
+    if not scale.auto and not scale.actors:
+        return replace(config, launch=replace(config.launch, num_actors=num_actors)), f"launch.num_actors={num_actors}"
+    text = f"scale.actors={num_actors}" + (", scale.auto=false" if scale.auto else "")
+    return replace(config, scale=replace(scale, actors=num_actors, auto=False)), text
 
 
 def _small_batches(config: Config) -> tuple[Config, str]:

@@ -161,7 +161,8 @@ def test_run_without_gpus_is_refused_where_its_certain_memory_exceeds_the_machin
     [
         (LaunchSection(num_actors=16), ScaleSection(), "launch.num_actors=1"),
         (LaunchSection(), ScaleSection(actors=16), "scale.actors=1"),
-        (LaunchSection(), ScaleSection(auto=True, max=16), "scale.actors=1, scale.auto=false"),
+        (LaunchSection(), ScaleSection(auto=True, max=16), "scale.max=1"),
+        (LaunchSection(num_actors=2), ScaleSection(auto=True, max=16), "scale.actors=1, scale.auto=false"),
     ],
 )
 def test_memory_of_a_run_without_gpus_counts_every_actor_that_it_may_have(
@@ -172,6 +173,19 @@ def test_memory_of_a_run_without_gpus_counts_every_actor_that_it_may_have(
     (found,) = findings_of(lambda: check_devices(many))
     assert found.kind == "mistake"
     assert "16 x actor" in found.text and f"Set {cure}, train" in found.text
+
+
+@pytest.mark.parametrize("scale", [ScaleSection(), ScaleSection(auto=True, max=40)])
+def test_run_without_gpus_is_told_of_the_most_actors_that_fit(
+    scale: ScaleSection, cpu_run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(64 << 30, 5 << 30))
+    many = msgspec.structs.replace(cpu_run, launch=LaunchSection(num_actors=1 if scale.auto else 40), scale=scale)
+    (found,) = findings_of(lambda: check_devices(many))
+    setting, _, number = found.text.rpartition("Set ")[2].rstrip(".").partition("=")
+    assert setting == ("scale.max" if scale.auto else "launch.num_actors")
+    total = [cpu_learner_need(many, sizes_of(QWEN3_600M)).num_bytes, cpu_actor_need(many, sizes_of(QWEN3_600M)).num_bytes]
+    assert total[0] + int(number) * total[1] <= 64 << 30 < total[0] + (int(number) + 1) * total[1]
 
 
 @pytest.mark.parametrize(("text", "gib"), [("max", 8), (f"{2 << 30}", 2), (f"{64 << 30}", 8)])
