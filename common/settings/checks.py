@@ -52,7 +52,13 @@ def check_before_run(config: Config) -> list[str]:
 
 def least_staleness(config: Config) -> int:
     """Return the smallest `staleness.max_staleness` with which the run does not wait forever."""
-    return config.train.batch_steps - 1 + _steps_behind(config)
+    return config.train.batch_steps - 1 + steps_behind(config.weights.interval, config.train.batch_steps)
+
+
+def steps_behind(weights_interval: int, batch_steps: int) -> int:
+    """Return the greatest age of the newest published weights at the start of a batch, in optimizer steps."""
+    # Weights are sent after whole batches, at least `weights.interval` steps apart.
+    return (math.ceil(weights_interval / batch_steps) - 1) * batch_steps
 
 
 def _check_lengths(config: Config) -> None:
@@ -75,17 +81,11 @@ def _check_lengths(config: Config) -> None:
         )
 
 
-def _steps_behind(config: Config) -> int:
-    """Return the greatest age of the newest weights at the start of a batch, in optimizer steps."""
-    # Weights are sent after whole batches, at least `weights.interval` steps apart.
-    batch_steps = config.train.batch_steps
-    return (math.ceil(config.weights.interval / batch_steps) - 1) * batch_steps
-
-
 def _check_staleness(config: Config) -> None:
     staleness, train, interval = config.staleness, config.train, config.weights.interval
     # The last groups of a batch of k steps are trained on k - 1 steps after it starts.
-    behind, least, batch_steps = _steps_behind(config), least_staleness(config), train.batch_steps
+    least, batch_steps = least_staleness(config), train.batch_steps
+    behind = steps_behind(interval, batch_steps)
     if staleness.max_staleness < least:
         problem = (
             f"the run would wait forever. With {_steps_of_batch(train)}, the last step on the groups of a batch is taken "

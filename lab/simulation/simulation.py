@@ -134,7 +134,7 @@ class Simulation:
         self._clock = WorkClock(fleet.cores, timings.load)
         self._account = Account()
         self._scheduler: RolloutScheduler[SimulatedGroup] = RolloutScheduler(
-            policy, evaluations, self._account, LeaseTarget(policy)
+            policy, evaluations, self._account, LeaseTarget(policy, weights_interval)
         )
         self._actors = SimulatedActors(
             self._clock,

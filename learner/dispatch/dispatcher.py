@@ -109,7 +109,7 @@ class Dispatcher:
             config.evaluation, rollout, prompts, versions.evaluated, record, listeners.evaluated, wake
         )
         self._evaluations = evaluations
-        target = LeaseTarget(settings.staleness)
+        target = LeaseTarget(settings.staleness, config.weights.interval)
         scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger, target)
         self._scheduler = scheduler
         roster = self._roster = Roster(contract, config.hub, versions, queue, within_budget(config, failures, record))

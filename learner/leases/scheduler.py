@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from offbeat.common.settings.checks import steps_behind
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.staleness import Aged, Generating, StalenessPolicy
 
@@ -79,8 +80,10 @@ class LeaseTarget:
     clock.
     """
 
-    def __init__(self, policy: StalenessPolicy) -> None:
+    def __init__(self, policy: StalenessPolicy, weights_interval: int) -> None:
+        """`weights_interval` is the number of optimizer steps between updates of the actors' weights."""
         self._policy = policy
+        self._steps_behind = steps_behind(weights_interval, policy.batch_steps)
         self._least = 2 * policy.batch_groups
         self._limit = self._least
         self._window = WINDOW
@@ -103,7 +106,9 @@ class LeaseTarget:
         Without it, leases that are free at the end of a step would all be generated under the weights before that step.
         """
         batches_ahead = -(-self.limit // self._policy.batch_groups) - 1
-        return max(0, self._policy.trained_at(policy_version, num_open) - batches_ahead * self._policy.batch_steps)
+        # By whole batches, and never newer than published weights are for certain: no others come before the next batch.
+        num_newer = num_open // self._policy.batch_groups - batches_ahead
+        return max(0, policy_version + num_newer * self._policy.batch_steps - self._steps_behind)
 
     def ask(self, num_ready: int, at: float) -> None:
         """Note that the learner is free for a batch, with this many groups ready; repeated until it gets one."""

@@ -392,3 +392,14 @@ def test_new_actor_that_has_no_weights_yet_is_not_held_back_by_staleness() -> No
     desk.tick()
     desk.tick(2.0, busy, new)
     assert desk.dispatcher.take_fleet_use().held_back_s == 2.0
+
+
+def test_leases_are_granted_between_updates_of_the_weights_that_are_far_apart() -> None:
+    desk = Desk("staleness.target=auto", "staleness.max_staleness=4", "weights.interval=4", "train.num_steps=4")
+    actor = Actor(desk, "a").join(capacity=8)
+    for version in range(1, 5):
+        for lease in actor.leases():
+            actor.answer(lease.lease_id)
+        groups = desk.batch()
+        assert groups is not None, "the weights of version 4 come only after this batch"
+        desk.dispatcher.finish_batch(groups, version)

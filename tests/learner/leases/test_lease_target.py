@@ -2,13 +2,18 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from offbeat.common.settings.config import StalenessSection
+from offbeat.common.settings.checks import least_staleness
+from offbeat.common.settings.config import Config, StalenessSection, WeightsSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.simulation import Fleet, SimulatedBatch, Simulation, Timings
-from offbeat.learner.leases.evaluation import Evaluations
-from offbeat.learner.leases.scheduler import LONGEST_WINDOW, WINDOW, LeaseTarget
+from offbeat.learner.leases.evaluation import Evaluations, Round
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.scheduler import LONGEST_WINDOW, WINDOW, LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
+from tests.learner.leases.scheduled_runs import InFlight, make_group
 
 STEP_S = 10.0
 
@@ -19,7 +24,7 @@ class Learner:
     def __init__(self, max_staleness: int = 4) -> None:
         policy = StalenessPolicy(StalenessSection(max_staleness=max_staleness), TrainSection(groups_per_step=4, num_steps=1000))
         self.policy = policy
-        self.target = LeaseTarget(policy)
+        self.target = LeaseTarget(policy, 1)
         self.now = 0.0
         self.batch(num_ready=4)
 
@@ -40,7 +45,7 @@ def test_a_run_begins_with_one_batch_beside_the_one_in_training() -> None:
 
 def test_first_batch_is_waited_for_in_every_run_and_changes_nothing() -> None:
     learner = Learner()
-    target = LeaseTarget(learner.policy)
+    target = LeaseTarget(learner.policy, 1)
     target.ask(0, 0.0)
     target.take(1000.0)
     assert target.limit == 8
@@ -92,6 +97,81 @@ def test_leases_need_weights_as_new_as_the_limit_allows() -> None:
     learner.batch(num_ready=3, waited_s=5.0)
     assert [learner.target.min_policy_version(10, place) for place in (0, 4, 8)] == [8, 9, 10]
     assert learner.policy.min_policy_version(10, 4) == 7, "the bound alone"
+
+
+class Actors:
+    """Actors without a limit on their leases, which answer at once and have the newest published weights."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.groups: list[Group] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self.groups)
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.groups)
+
+    def ready_groups(self) -> list[Group]:
+        return self.groups
+
+    def generating(self) -> list[InFlight]:
+        return []
+
+    def lease_evaluation(self, round_: Round) -> bool:
+        raise AssertionError("there are no evaluations")
+
+    def lease_training(self, min_policy_version: int) -> bool:
+        if self.sent < min_policy_version:
+            return False
+        self.groups.append(make_group(self.num_open, self.sent))
+        return True
+
+
+def sizes_at_batches(
+    bound: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int, num_batches: int = 12
+) -> list[int]:
+    """Return the number of open leases at each batch of 2 groups a step, until one is not complete."""
+    num_steps = num_batches * steps_per_batch * epochs_per_batch
+    train = TrainSection(
+        groups_per_step=2, steps_per_batch=steps_per_batch, epochs_per_batch=epochs_per_batch, num_steps=num_steps
+    )
+    policy, actors = StalenessPolicy(StalenessSection(max_staleness=bound), train), Actors()
+    evaluations = Evaluations(interval=0, num_prompts=0)
+    scheduler = RolloutScheduler(policy, evaluations, actors, LeaseTarget(policy, weights_interval))
+    sizes: list[int] = []
+    for version in range(0, num_steps, policy.batch_steps):
+        if version // weights_interval > (version - policy.batch_steps) // weights_interval:
+            actors.sent = version
+        scheduler.grant(version, actors)
+        selected = scheduler.select(version, actors.groups.remove)
+        if not selected:
+            break
+        sizes.append(actors.num_open)
+        scheduler.ask(float(version))
+        scheduler.take(float(version))
+        actors.groups = actors.groups[len(selected) :]
+    return sizes
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 6))
+def test_run_ends_under_every_bound_that_the_settings_allow(
+    steps_per_batch: int, epochs_per_batch: int, weights_interval: int, above_least: int
+) -> None:
+    train = TrainSection(steps_per_batch=steps_per_batch, epochs_per_batch=epochs_per_batch)
+    least = least_staleness(Config(train=train, weights=WeightsSection(interval=weights_interval)))
+    assert len(sizes_at_batches(least + above_least, steps_per_batch, epochs_per_batch, weights_interval)) == 12
+
+
+def test_a_batch_is_generated_beside_the_one_in_training_whatever_the_steps_of_a_batch() -> None:
+    # Two batches at each but the last, whose successor would be trained after the end of the run.
+    assert sizes_at_batches(12, 1, 1, weights_interval=1, num_batches=4) == [4, 4, 4, 2]
+    assert sizes_at_batches(12, 2, 1, weights_interval=1, num_batches=4) == [8, 8, 8, 4]
+    assert sizes_at_batches(12, 1, 2, weights_interval=1, num_batches=4) == [4, 4, 4, 2]
+    assert sizes_at_batches(12, 1, 1, weights_interval=4, num_batches=4) == [4, 4, 4, 2]
 
 
 def simulate(target: str, *, train_s: float, max_staleness: int, sigma: float = 0.5) -> list[SimulatedBatch]:

@@ -217,7 +217,7 @@ def test_drop_and_abort_never_train_beyond_max_staleness_and_the_run_ends(
 
 def test_target_ends_a_round_of_grants_before_the_bound_and_asks_for_newer_weights() -> None:
     policy, books = make_policy(4), Shelf()
-    target = LeaseTarget(policy)
+    target = LeaseTarget(policy, 1)
     evaluations = Evaluations(interval=0, num_prompts=0)
     scheduler = RolloutScheduler[Group](policy, evaluations, books, target)
     actors = Takers(books, num_slots=100, policy_version=3)
@@ -230,7 +230,7 @@ def test_target_ends_a_round_of_grants_before_the_bound_and_asks_for_newer_weigh
 def test_target_as_wide_as_the_bound_leaves_staleness_to_hold_actors_back() -> None:
     policy, books = make_policy(1), Shelf()
     evaluations = Evaluations(interval=0, num_prompts=0)
-    scheduler = RolloutScheduler[Group](policy, evaluations, books, LeaseTarget(policy))
+    scheduler = RolloutScheduler[Group](policy, evaluations, books, LeaseTarget(policy, 1))
     scheduler.grant(0, Takers(books, num_slots=100))
     assert books.num_open == policy.most_open == 2 * policy.batch_groups
     assert scheduler.is_held_back(0)
