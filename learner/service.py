@@ -256,12 +256,16 @@ class TrainingLoop:
         phases.begin("checkpoint")
 
     def _finish_evaluations(self, stop: StopRequest) -> None:
-        """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""
-        deadline = time.monotonic() + self.config.rollout.lease_timeout_s
+        """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, and `rollout.lease_timeout_s`
+        without an answer."""
+        answered_at, num_answers = time.monotonic(), self.dispatcher.num_evaluation_answers()
         while not self.dispatcher.wait_evaluations(WAIT_S):
             # The other ranks wait for a command meanwhile, but only `COMMAND_TIMEOUT_S`.
             self.trainer.idle()
-            if stop or time.monotonic() > deadline:
+            before, num_answers = num_answers, self.dispatcher.num_evaluation_answers()
+            if num_answers > before:
+                answered_at = time.monotonic()
+            if stop or time.monotonic() > answered_at + self.config.rollout.lease_timeout_s:
                 logger.warning("the last evaluation was not finished in time: %s", self.dispatcher.waiting_for())
                 return
 

@@ -186,6 +186,11 @@ class Dispatcher:
         with self._lock:
             return self._lock.wait_for(lambda: self._evaluations.rounds.is_idle or self._failures.error is not None, timeout_s)
 
+    def num_evaluation_answers(self) -> int:
+        """Return the number of evaluation leases of this process whose completions have arrived."""
+        with self._lock:
+            return self._evaluations.num_answered
+
     def raise_if_failed(self) -> None:
         """Raise the error that must end the run, if there is one."""
         with self._lock:

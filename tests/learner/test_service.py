@@ -106,6 +106,8 @@ class FakeDispatcher:
         self.is_over = False
         self.num_evaluation_waits = 0
         """Waits until the last evaluation is finished."""
+        self.answers_stop_after = 0
+        """Number of those waits in each of which held-out prompts are answered; none are in later ones."""
         self.activities: list[str] = []
         """The activities that operators saw."""
         self.counted = LedgerSums(3, 3, {}, 0, 0)
@@ -153,8 +155,12 @@ class FakeDispatcher:
         if self._clock.now >= self.signal_at:
             self._stop._on_signal(15, None)
         self.num_evaluation_waits -= 1
+        self.answers_stop_after -= 1
         self._clock.now += timeout_s
         return False
+
+    def num_evaluation_answers(self) -> int:
+        return -max(0, self.answers_stop_after)
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
@@ -481,6 +487,13 @@ def test_last_evaluation_is_given_up_on_a_signal_and_after_a_leases_time(signal_
     assert bench.loop.run(bench.stop) == "finished"
     assert 1000 - bench.dispatcher.num_evaluation_waits == waits
     assert bench.calls[-1] == "save run/model"
+
+
+def test_last_evaluation_has_a_leases_time_after_each_answer() -> None:
+    bench = Bench(num_steps=1)
+    bench.dispatcher.num_evaluation_waits, bench.dispatcher.answers_stop_after = 1000, 300
+    assert bench.loop.run(bench.stop) == "finished"
+    assert 1000 - bench.dispatcher.num_evaluation_waits == 300 + 11
 
 
 ENDING = ["close publisher", "stop: {}", "wake", "wait 7 s for actors to leave", "close hub", "close log", "close trainer"]

@@ -65,6 +65,17 @@ def test_thread_that_waits_for_evaluations_is_woken_by_the_last_answer() -> None
     assert finished == [True]
 
 
+def test_answers_to_held_out_prompts_are_counted_and_failures_are_none() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=2", "staleness.max_staleness=0")
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = actor.leases()
+    actor.say(LeaseFailed(lease_id=first.lease_id, reason="reward_error"))
+    assert desk.dispatcher.num_evaluation_answers() == 0
+    actor.heard(Ack)
+    actor.answer(second.lease_id, rewards=(1.0,))
+    assert desk.dispatcher.num_evaluation_answers() == 1
+
+
 def test_error_that_ends_the_wait_for_the_last_evaluation_is_raised() -> None:
     desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
     desk.dispatcher.raise_if_failed()
