@@ -88,6 +88,8 @@ class Mirror:
         self._progress = Callback(hooks={"moved": self._note_progress})
         self._there = sizes_in(storage)
         """Sizes of the files in the storage."""
+        # A start that failed before it had a log may have left the identity of another run. It is uploaded again at once.
+        self._there.pop(IDENTITY_FILE, None)
         self._uncompared = {name for name in self._there if _is_manifest(name)}
         """Manifests of earlier learners' checkpoints that may differ from the run's of the same name."""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)

@@ -258,6 +258,15 @@ def test_new_run_begins_where_the_mirror_is_empty_and_overwrites_none(run: Run, 
         run.mirror()
 
 
+def test_identity_of_a_start_that_failed_is_replaced_before_the_first_checkpoint(run: Run) -> None:
+    run.mirror().upload(is_last=True)
+    run.write("identity.json", b"of the start after it")
+    run.write("log/00000001.log", b"closed")
+    run.write("log/00000002.log", b"open")
+    run.mirror().upload()
+    assert open_storage(run.url).cat_file("identity.json") == b"of the start after it"
+
+
 def test_mirror_that_cannot_be_had_is_a_mistake_at_the_start() -> None:
     with pytest.raises(SettingError, match=r"run\.mirror.*nosuch.*Install the package"):
         open_storage("nosuch://bucket/run")
