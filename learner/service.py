@@ -95,8 +95,9 @@ class TrainingLoop:
     """The learner's turns on a GPU that the actors use too; None: the learner has its memory for itself."""
 
     def __post_init__(self) -> None:
-        self._checkpointed: int | None = None
-        """Policy version of the newest checkpoint of this process."""
+        # A resumed run's own: to replace it is to delete it first, and a learner killed in between would have lost it.
+        self._checkpointed = self.checkpoints.newest_version()
+        """Policy version of the newest checkpoint."""
         self._trained_with = (self.config.loss, self.config.train)
         """Settings that the trainer has; `_tune_trainer` updates them."""
 

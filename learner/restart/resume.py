@@ -73,6 +73,11 @@ class Checkpoints:
         """Seconds that the longest checkpoint of this process took."""
         self._num_bytes = checkpoints.BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in self.trainer.layout())
 
+    def newest_version(self) -> int | None:
+        """Return the policy version of the newest whole checkpoint; None without one."""
+        newest = checkpoints.newest(self._root)
+        return None if newest is None else checkpoints.version_of(newest)
+
     def fits(self, seconds: float) -> bool:
         """Return whether a checkpoint is expected to be written within this time; True before the first one is measured."""
         return SLOWER * self._longest_s <= seconds

@@ -222,8 +222,11 @@ class FakeTurn:
 
 
 class FakeCheckpoints:
-    def __init__(self, clock: Clock, calls: list[str], trainer: FakeTrainer) -> None:
-        self._clock, self._calls, self._trainer = clock, calls, trainer
+    def __init__(self, clock: Clock, calls: list[str], trainer: FakeTrainer, newest: int | None) -> None:
+        self._clock, self._calls, self._trainer, self._newest = clock, calls, trainer, newest
+
+    def newest_version(self) -> int | None:
+        return self._newest
 
     def fits(self, seconds: float) -> bool:
         return seconds >= CHECKPOINT_S
@@ -279,6 +282,7 @@ class Bench:
         waits: list[float] | None = None,
         make_numbers: Callable[[Recorder], EvaluationNumbers] | None = None,
         grace_s: float | None = None,
+        newest_checkpoint: int | None = None,
     ) -> None:
         self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
         self.config = Config(
@@ -309,7 +313,7 @@ class Bench:
             publisher=publisher,
             canary=canary,
             routing=RoutingComparison(0, 1, lambda row: None),
-            checkpoints=cast(Checkpoints, FakeCheckpoints(self.clock, self.calls, self.trainer)),
+            checkpoints=cast(Checkpoints, FakeCheckpoints(self.clock, self.calls, self.trainer, newest_checkpoint)),
             step_rows=cast(StepRows, self.step_rows),
             wake_hub=lambda: None,
         )
@@ -395,6 +399,14 @@ def test_run_that_is_asked_to_stop_saves_a_checkpoint_and_the_model(interval: in
     assert bench.loop.run(bench.stop) == "stopped"
     assert bench.calls_of("checkpoint") == saved
     assert len(bench.calls_of("save")) == 1
+
+
+@pytest.mark.parametrize(("waits", "saved"), [([], []), ([0.0], ["1"])])
+def test_checkpoint_that_a_run_resumed_from_is_not_written_again(waits: list[float], saved: list[str]) -> None:
+    bench = Bench(num_steps=3, checkpoint_interval=100, waits=waits, newest_checkpoint=0)
+    bench.dispatcher.signal_at = bench.clock.now + 30.0
+    assert bench.loop.run(bench.stop) == "stopped"
+    assert bench.calls_of("checkpoint") == saved
 
 
 def test_run_that_is_asked_to_stop_before_its_first_step_leaves_no_model() -> None:

@@ -141,6 +141,15 @@ def test_checkpoint_fits_into_the_time_that_the_longest_took_and_a_half_more(
     assert not run.checkpoints.fits(14.9)
 
 
+def test_newest_checkpoint_is_the_whole_one_of_the_highest_version(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    assert run.checkpoints.newest_version() is None
+    run.save(9, state_with(None))
+    run.save(12, state_with(None))
+    checkpoints.set_aside(checkpoints.checkpoint_folder(tmp_path / "checkpoints", 12))
+    assert run.checkpoints.newest_version() == 9
+
+
 def test_run_without_a_log_prunes_none(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=1)
     run.save(1, state_with(None))
