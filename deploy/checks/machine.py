@@ -21,8 +21,8 @@ from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.settings.library_options import check_groups
 from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.local.devices import find_gpus
-from offbeat.deploy.local.memory import check_cpu_run, engine_need, learner_need
-from offbeat.deploy.local.model_sizes import model_sizes
+from offbeat.deploy.local.memory import BYTES, check_cpu_run, engine_need, learner_need, trained_parameters
+from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 from offbeat.deploy.local.plan import check_gpus, plan_of_this_machine
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.addresses import host_of
@@ -124,13 +124,16 @@ def check_folder(config: Config) -> Iterator[Finding]:
         problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
         yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
     if config.train.checkpoint_interval and (sizes := model_sizes(config.model.path, asks_hub=False)):
-        yield from _check_checkpoints(config, sizes.num_parameters, free_mb)
+        yield from _check_checkpoints(config, sizes, free_mb)
 
 
-def _check_checkpoints(config: Config, num_parameters: int, free_mb: int) -> Iterator[Finding]:
+def _check_checkpoints(config: Config, sizes: ModelSizes, free_mb: int) -> Iterator[Finding]:
     """Note the disk that the run's checkpoints take; warn where there is less."""
-    num_models = 2 if has_own_critic(config) else 1
-    one_mb = checkpoints.BYTES_PER_PARAMETER * num_parameters * num_models >> 20
+    num_trained = trained_parameters(config, sizes) + (sizes.num_parameters if has_own_critic(config) else 0)
+    num_bytes = checkpoints.BYTES_PER_PARAMETER * num_trained
+    if config.lora.rank:
+        num_bytes += BYTES[config.model.dtype] * sizes.num_parameters
+    one_mb = int(num_bytes) >> 20
     # The best one is kept too, and an old one is deleted only after the new one is whole.
     most = config.train.keep_checkpoints + 2
     text = (

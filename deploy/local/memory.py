@@ -42,7 +42,8 @@ LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds whole at once at most, and numbers in one step of its optimizer."""
 FULL_LENGTH = 2
 """Completions of full length that a KV cache has room for at least."""
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Size of a weight, by `model.dtype`."""
 
 
 class MemoryPart(NamedTuple):
@@ -79,12 +80,12 @@ def gib(num_bytes: float) -> str:
 
 def learner_need(config: Config, sizes: ModelSizes) -> Need:
     """Return the peak memory of one learner process."""
-    train, dtype_bytes = config.train, _BYTES[config.model.dtype]
+    train, dtype_bytes = config.train, BYTES[config.model.dtype]
     is_bfloat16 = config.model.dtype == "bfloat16"
     # Stage 0 becomes stage 1 in bfloat16.
     stage = max(1, train.zero_stage) if is_bfloat16 else train.zero_stage
     ranks = config.launch.learner_processes
-    num_trained = _adapter_parameters(config, sizes) if config.lora.rank else sizes.num_parameters
+    num_trained = trained_parameters(config, sizes)
     kept, owned = sizes.num_parameters / (ranks if stage == 3 else 1), num_trained / (ranks if stage else 1)
     weights = kept * dtype_bytes
     if stage == 3:
@@ -156,7 +157,7 @@ def cpu_learner_need(config: Config, sizes: ModelSizes) -> Need:
     # An optimizer in host memory is one in this memory.
     on_cpu = replace(config, train=replace(config.train, deepspeed={}))
     parts = (part for part in learner_need(on_cpu, sizes).parts if part.name != "CUDA")
-    sent = MemoryPart("weights to send", sizes.num_parameters * _BYTES[config.model.dtype])
+    sent = MemoryPart("weights to send", sizes.num_parameters * BYTES[config.model.dtype])
     return Need((*parts, sent, MemoryPart("libraries", LEARNER_LIBRARIES, True)))
 
 
@@ -176,7 +177,7 @@ def cpu_actor_need(config: Config, sizes: ModelSizes) -> Need:
 def completion_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return the KV cache of one completion of full length on each GPU of an actor, which has one head at least."""
     is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
-    per_token = 2 * sizes.num_attention_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
+    per_token = 2 * sizes.num_attention_layers * sizes.key_value_size * (1 if is_fp8 else BYTES[config.model.dtype])
     states = sizes.scan.num_layers * sizes.scan.state_size * 4 if sizes.scan else 0
     parallel = tensor_parallel_size(config)
     return config.model.max_length * per_token / min(parallel, sizes.num_key_value_heads) + states / parallel
@@ -184,7 +185,7 @@ def completion_bytes(config: Config, sizes: ModelSizes) -> float:
 
 def _engine_weights(config: Config, sizes: ModelSizes) -> float:
     """Return the bytes of an engine's weights; quantization leaves out embeddings and head."""
-    dtype_bytes = _BYTES[config.model.dtype]
+    dtype_bytes = BYTES[config.model.dtype]
     is_fp8 = str(config.actor.engine_options.get("quantization", "")).startswith("fp8")
     if not is_fp8:
         return sizes.num_parameters * dtype_bytes
@@ -202,7 +203,7 @@ def tensor_parallel_size(config: Config) -> int:
 def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return what one micro-batch keeps for its backward pass, and its head."""
     tokens = _pass_tokens(config)
-    scale = _BYTES[config.model.dtype] / 2
+    scale = BYTES[config.model.dtype] / 2
     hidden, layers = sizes.hidden_size, sizes.num_layers
     # Norms of hidden states (float32 copies), queries, keys, values and their norms and rotation, attention, gated MLP.
     layer = 16 * hidden + 10 * sizes.query_size + 10 * sizes.key_value_size + 8 * sizes.mlp_size
@@ -211,10 +212,10 @@ def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
     if config.train.activation_checkpointing:
         kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
     mixing = sizes.mixing_bytes(
-        config.model.max_length, _BYTES[config.model.dtype], is_checkpointed=bool(config.train.activation_checkpointing)
+        config.model.max_length, BYTES[config.model.dtype], is_checkpointed=bool(config.train.activation_checkpointing)
     )
     # The head's gradient, and under ZeRO-3 the whole head.
-    head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
+    head = 2 * sizes.vocab_size * hidden * BYTES[config.model.dtype] + HEAD_BYTES
     critic = 4 * tokens * hidden if config.advantage.baseline == "critic" else 0
     return tokens * (kept * scale + mixing) + head + critic
 
@@ -228,7 +229,7 @@ def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
     if config.train.activation_checkpointing != "offload":
         return 0.0
     numbers = math.ceil(_pass_tokens(config) * sizes.hidden_size)
-    own, single = (1 << (numbers * size - 1).bit_length() for size in (_BYTES[config.model.dtype], _BYTES["float32"]))
+    own, single = (1 << (numbers * size - 1).bit_length() for size in (BYTES[config.model.dtype], BYTES["float32"]))
     return float((sizes.num_layers + 1) * own + 2 * single)
 
 
@@ -237,8 +238,10 @@ def _pass_tokens(config: Config) -> float:
     return max_episode_tokens(config) / config.train.sequence_parallel_size
 
 
-def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:
-    """Return the parameters of an adapter of all linear layers."""
+def trained_parameters(config: Config, sizes: ModelSizes) -> int:
+    """Return the policy's parameters that are trained: all, or those of an adapter of all linear layers."""
+    if not config.lora.rank:
+        return sizes.num_parameters
     hidden, inner = sizes.hidden_size, sizes.mlp_size
     attention = 4 * hidden + 2 * sizes.query_size + 2 * sizes.key_value_size
     return config.lora.rank * sizes.num_layers * (attention + 3 * (hidden + inner))

@@ -71,7 +71,7 @@ class Checkpoints:
         self._root = self.run_folder / CHECKPOINTS
         self._longest_s = 0.0
         """Seconds that the longest checkpoint of this process took."""
-        self._num_bytes = checkpoints.BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in self.trainer.layout())
+        self._num_bytes = self.trainer.checkpoint_bytes()
 
     def newest_version(self) -> int | None:
         """Return the policy version of the newest whole checkpoint; None without one."""

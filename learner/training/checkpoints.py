@@ -21,7 +21,7 @@ _MANIFEST_FILE = "manifest.json"
 EVALUATIONS_FILE = "evaluations.json"
 _READ_BYTES = 1 << 22
 BYTES_PER_PARAMETER = 16
-"""Size of a checkpoint: weights in two precisions at most, and AdamW's two moments."""
+"""Most bytes of a trained parameter in a checkpoint: weights in two precisions at most, and AdamW's two moments."""
 
 
 class CheckpointFailedError(OSError):

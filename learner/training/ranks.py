@@ -173,6 +173,10 @@ class RankedTrainer:
         self._broadcast(SaveCheckpoint(str(folder), extra))
         self._trainer.save_checkpoint(folder, extra)
 
+    def checkpoint_bytes(self) -> int:
+        """`Trainer.checkpoint_bytes`; no collective."""
+        return self._trainer.checkpoint_bytes()
+
     def load_checkpoint(self, folder: Path) -> bytes:
         """`Trainer.load_checkpoint`."""
         self._broadcast(LoadCheckpoint(str(folder)))

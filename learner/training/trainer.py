@@ -170,6 +170,10 @@ class Trainer:
             folder, self.networks.engines, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank
         )
 
+    def checkpoint_bytes(self) -> int:
+        """Return the most bytes that `save_checkpoint` writes beside the `extra`; no collective."""
+        return trainer_state.largest_state(self.networks.engines)
+
     def load_checkpoint(self, folder: Path) -> bytes:
         """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
         loaded = trainer_state.load_state(folder, self.networks.engines, self._describe_checkpoint(), rank=self.rank)

@@ -9,6 +9,7 @@ All of them are data: safetensors, with msgpack or JSON for the values around th
 """
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from offbeat.common.processes.files import patiently
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.policy.process_group import gather_tensors
-from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
+from offbeat.learner.policy.zero import full_shape, gathered_parameters, muted_prints, optimizer_state, restore_state
 from offbeat.learner.training import checkpoints
 
 WEIGHTS_FILE = "policy.safetensors"
@@ -115,6 +116,16 @@ def save_state(
             (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
 
     write_folder(folder, write, checkpoints.publish, rank=rank)
+
+
+def largest_state(engines: Sequence[Any]) -> int:
+    """Return the most bytes of what `save_state` writes of these engines; no collective."""
+    return sum(
+        math.prod(full_shape(parameter))
+        * (checkpoints.BYTES_PER_PARAMETER if parameter.requires_grad else parameter.element_size())
+        for engine in engines
+        for parameter in engine.module.parameters()
+    )
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], *, rank: int) -> None:

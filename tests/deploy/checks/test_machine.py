@@ -21,7 +21,7 @@ from offbeat.common.settings.config import (
     ScaleSection,
     WeightsSection,
 )
-from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection
+from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection, LoraSection
 from offbeat.deploy.checks.findings import findings_of
 from offbeat.deploy.checks.machine import (
     check_companions,
@@ -243,5 +243,9 @@ def test_disk_that_checkpoints_take_is_named(free_gb: int, kind: str, tmp_path: 
     advantage, critic = AdvantageSection(baseline="critic"), CriticSection(trunk="own")
     (finding,) = check_folder(msgspec.structs.replace(config, advantage=advantage, critic=critic))
     assert finding.text.startswith(f"a checkpoint takes up to {32 * sizes_of(QWEN3_600M).num_parameters >> 20:,} MB")
+    (finding,) = check_folder(msgspec.structs.replace(config, lora=LoraSection(rank=8)))
+    # Frozen weights in bfloat16, and the adapter of 28 layers, whose matrices have 22,528 rows and columns in a layer.
+    num_bytes = 2 * sizes_of(QWEN3_600M).num_parameters + 16 * 8 * 28 * 22_528
+    assert finding.text.startswith(f"a checkpoint takes up to {num_bytes >> 20:,} MB")
     train = msgspec.structs.replace(config.train, checkpoint_interval=0)
     assert list(check_folder(msgspec.structs.replace(config, train=train))) == []

@@ -10,14 +10,12 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalRow, LedgerSums, Row, row_fields
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection
 from offbeat.common.settings.learning_sections import LoraSection
-from offbeat.common.weights.flat import make_layout
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
@@ -59,8 +57,8 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.policy_version = 0
 
-    def layout(self) -> Any:
-        return make_layout([("w", (10, 10))], torch.float32)
+    def checkpoint_bytes(self) -> int:
+        return 1600
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         partial = checkpoints.partial_folder(folder)

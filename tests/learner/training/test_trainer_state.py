@@ -1,5 +1,6 @@
 """Checkpoints of the trainer hold data only, and cost nothing but themselves where the disk is full."""
 
+import math
 import resource
 import shutil
 import threading
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection, LoraSection
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.trainer_state import WEIGHTS_FILE, read_tree, write_tree
 from tests.learner.training.test_trainer import running, weights_of
@@ -125,3 +127,23 @@ def test_model_without_the_files_that_are_copied_into_it_is_not_written_and_the_
         with pytest.raises(checkpoints.CheckpointFailedError, match=f"rank 0: OSError: .*{start}"):
             trainer.save_model(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", ["all weights", "adapter", "own critic"])
+def test_checkpoint_takes_no_more_than_its_trainer_says_and_frozen_weights_count_once(
+    case: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    lora = LoraSection(rank=1, target_modules=("q_proj",)) if case == "adapter" else None
+    advantage, critic = (
+        (AdvantageSection(baseline="critic"), CriticSection(trunk="own")) if case == "own critic" else (None, None)
+    )
+    with running(make_config(tiny_model, lora=lora, advantage=advantage, critic=critic)) as trainer:
+        trainer.train_batch(make_groups(3))
+        trainer.save_checkpoint(tmp_path / "step-00000001", b"")
+        most, num_parameters = trainer.checkpoint_bytes(), sum(math.prod(spec.shape) for spec in trainer.layout())
+    tensors = [tensor for file in tmp_path.rglob("*.safetensors") for tensor in load_file(file).values()]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point())
+    assert num_bytes <= most
+    # In float32: 4 bytes of each frozen weight, 16 of each trained one; a critic's value head has a few more.
+    expected = {"all weights": 16.0, "adapter": 4.0, "own critic": 32.0}[case]
+    assert most / num_parameters == pytest.approx(expected, rel=0.05)
