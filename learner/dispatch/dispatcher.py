@@ -137,6 +137,8 @@ class Dispatcher:
                 learner_incarnation=self._contract.learner_incarnation,
                 policy_version=self._versions.current,
             )
+            # Readers of the log count from here on. The first shares of a curriculum are in it already.
+            self._journal.num_events = 0
             self._journal.commit_late(started)
             self._desk.abort(self._roster, self._versions.current)
             # If a power failure lost this record, the next process would grant the same lease ids again.

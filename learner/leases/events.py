@@ -83,7 +83,7 @@ class Trained(Event, frozen=True):
     selected_at: float
     """Time at which the batch was selected, in seconds since the epoch."""
     selected_after: int
-    """Records of this learner process before the selection: groups accepted after them could not be selected."""
+    """Records from this process's `Started` to the selection: groups accepted after them could not be selected."""
     prompt_hashes: tuple[int, ...]
     """`Prompt.content_hash` of the prompt of each lease, as it was trained on."""
 

@@ -49,7 +49,7 @@ class LeaseJournal:
         self.waiting: list[LeaseEvent] = []
         """Events that `commit_late` applied while the log was full, oldest first."""
         self.num_events = 0
-        """Events of this process that are in the log or wait for room there; 0 without a log."""
+        """Events from the start of this process on that are in the log or wait for room there; 0 without a log."""
         self._log = log
         self._wall_clock = wall_clock
         self._needed = Position(0, 0)

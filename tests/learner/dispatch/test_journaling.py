@@ -83,6 +83,20 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
     ]
 
 
+def test_shares_from_before_the_start_do_not_count_towards_the_place_of_a_selection(log: WillingLog) -> None:
+    desk = Desk("train.groups_per_step=1", log=log, tasks=["sums"])
+    desk.dispatcher.weigh({"sums": 1.0})
+    desk.dispatcher.begin()
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    actor.answer(lease.lease_id)
+    desk.train()
+    events = log.events()
+    started = next(index for index, event in enumerate(events) if isinstance(event, Started))
+    (trained,) = [event for event in events if isinstance(event, Trained)]
+    assert started + trained.selected_after == events.index(trained), "readers count from the start of the process"
+
+
 def test_group_is_in_the_log_when_its_acknowledgement_leaves(log: WillingLog) -> None:
     desk = Desk(log=log)
     actor = Actor(desk, "a").join(capacity=1)
