@@ -115,12 +115,12 @@ class Evaluations:
         return self.current is None and not self._due
 
     def reach(self, policy_version: int, *, last: bool = False) -> None:
-        """Note a published version: a round is due where one crosses the interval, and for the last one."""
+        """Note a published version: a round is due where one crosses the interval, and for the last one, once."""
         if not self._interval or not self._num_prompts:
             return
         # The version must cross a multiple, not equal one: published versions may be several steps apart.
         previous, self._reached = self._reached, policy_version
-        if last or policy_version // self._interval > previous // self._interval:
+        if (last and policy_version > previous) or policy_version // self._interval > previous // self._interval:
             self._due.append(policy_version)
 
     def begin(self) -> Round | None:

@@ -199,6 +199,14 @@ def test_evaluation_that_a_pause_interrupted_is_made_after_the_resume_and_a_fini
     assert [row.policy_version for row in desk.rows_of(EvalRow)] == versions
 
 
+@pytest.mark.parametrize(("evaluated", "is_due"), [(10, True), (12, False)], ids=["unfinished", "finished"])
+def test_last_version_is_evaluated_after_a_resume_unless_it_was(evaluated: int, is_due: bool) -> None:
+    settings = ("evaluation.interval=10", "evaluation.num_prompts=1", "train.num_steps=12")
+    desk = Desk(*settings, policy_version=12, evaluated=evaluated, is_published=False)
+    desk.dispatcher.publish(12, last=True)
+    assert desk.dispatcher.wait_evaluations(0.0) is not is_due
+
+
 def test_last_version_is_evaluated_once_although_it_falls_on_the_interval() -> None:
     desk = Desk("evaluation.interval=5", "evaluation.num_prompts=1", policy_version=10, is_published=False)
     desk.dispatcher.publish(10, last=True)
