@@ -251,8 +251,9 @@ class TrainingLoop:
             score = self.trainer.score(self.canary.token_ids.tolist())
             self.canary.add(version, score.logprobs)
             self.routing.add(version, score.routing)
-            self.publisher.publish(version)
+            # Known to the dispatcher first: an actor that commits it a moment later would be taken for a liar.
             self.dispatcher.publish(version, last=self._is_trained)
+            self.publisher.publish(version)
         self.wake_hub()
         phases.begin("checkpoint")
 

@@ -201,6 +201,7 @@ class FakePublisher:
     def publish(self, policy_version: int) -> None:
         # Actors may answer from now on.
         assert policy_version in self._canary._logprobs
+        assert self._calls[-1].startswith(f"announce {policy_version}"), "their dispatcher takes them for liars"
         self._calls.append(f"publish {policy_version}")
 
     def wait_until_taken(self) -> None:
@@ -338,9 +339,9 @@ def test_weights_are_published_before_the_first_wait_and_after_each_step() -> No
     bench = Bench(num_steps=2)
     assert bench.loop.run(bench.stop) == "finished"
     assert bench.calls == [
-        *("snapshot 0", "publish 0", "announce 0"),
-        *("train to 1", "finish 1", "snapshot 1", "publish 1", "announce 1"),
-        *("train to 2", "finish 2", "snapshot 2", "publish 2", "announce 2 last"),
+        *("snapshot 0", "announce 0", "publish 0"),
+        *("train to 1", "finish 1", "snapshot 1", "announce 1", "publish 1"),
+        *("train to 2", "finish 2", "snapshot 2", "announce 2 last", "publish 2"),
         "save run/model",
     ]
 
@@ -471,7 +472,7 @@ def test_run_resumed_after_its_last_step_evaluates_the_last_version() -> None:
     bench = Bench(num_steps=2)
     bench.trainer.policy_version = 2
     assert bench.loop.run(bench.stop) == "finished"
-    assert bench.calls == ["snapshot 2", "publish 2", "announce 2 last", "save run/model"]
+    assert bench.calls == ["snapshot 2", "announce 2 last", "publish 2", "save run/model"]
 
 
 def test_model_is_written_after_the_last_evaluation() -> None:
