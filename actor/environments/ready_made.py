@@ -26,9 +26,9 @@ import msgspec
 from offbeat.actor.environments.chat import Chat
 from offbeat.actor.environments.mcp_servers import McpServer, McpSession
 from offbeat.actor.environments.tool_calls import ToolCall
-from offbeat.actor.rewards.failures import is_transient
 from offbeat.common.errors import one_line
 from offbeat.common.user_code.environment_function import ToolSchema
+from offbeat.common.user_code.environment_host.host import is_transient
 
 NUM_THREADS = 64
 """Plain functions that run at once in one process."""

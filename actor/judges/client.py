@@ -23,13 +23,13 @@ import httpx2
 import msgspec
 
 from offbeat.actor.judges.answer_cache import AnswerCache
-from offbeat.actor.rewards.failures import TRANSIENT_STATUS
 from offbeat.actor.rewards.retries import Failures, RateLimiter
 from offbeat.actor.rewards.samples import JudgeError, JudgePrompt, RewardUnavailable, Verdict
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.formats import MASK
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.common.settings.judge_checks import check_key_name
+from offbeat.common.user_code.environment_host.host import TRANSIENT_STATUS
 from offbeat.protocols.text import plain
 
 MAX_CACHE_BYTES = 1 << 30

@@ -1,39 +1,12 @@
-"""Failures of reward functions: their descriptions, and the line between passing troubles and mistakes in the function."""
+"""Failures of reward functions and environments, described: exception, place, and whether the same call may succeed later."""
 
-import errno
-import socket
 import sys
 import traceback
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.common.errors import one_line
-
-TRANSIENT_STATUS = (408, 425, 429)
-"""HTTP answers below 500 that ask to try again: request timeout, too early, too many requests."""
-_TRANSIENT_ERRNO = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT)
-_TRANSIENT_CLASSES = frozenset(
-    {
-        ("aiohttp", "ClientConnectionError"),
-        ("aiohttp", "ClientPayloadError"),
-        ("anthropic", "APIConnectionError"),
-        ("http", "IncompleteRead"),
-        ("httpcore", "NetworkError"),
-        ("httpcore", "TimeoutException"),
-        ("httpcore2", "NetworkError"),
-        ("httpcore2", "TimeoutException"),
-        ("httpx", "TransportError"),
-        ("httpx2", "TransportError"),
-        ("openai", "APIConnectionError"),
-        ("requests", "ChunkedEncodingError"),
-        ("requests", "ConnectionError"),
-        ("requests", "Timeout"),
-        ("urllib3", "ProtocolError"),
-        ("urllib3", "TimeoutError"),
-    }
-)
-"""Classes with which third-party clients report a failed connection or a time limit, by package and name."""
+from offbeat.common.user_code.environment_host.host import is_transient
 
 
 class Failure(NamedTuple):
@@ -64,38 +37,6 @@ def failure_of(error: BaseException, file: str | None) -> Failure:
 def file_of(function: Any) -> str | None:
     """Return the file that a function is defined in; None where there is none."""
     return getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Return True when the cause may be gone later: no connection, a time limit, HTTP 408, 425, 429 or 5xx.
-
-    `RewardUnavailable` always is. Every other exception is taken for a mistake in the reward function, which repeats itself.
-    """
-    match error:
-        case RewardUnavailable() | ConnectionError() | TimeoutError():
-            return True
-        case socket.gaierror():
-            # A misspelt host name stays wrong; a name server that does not answer may answer later.
-            return error.errno == socket.EAI_AGAIN
-    # urllib wraps the cause.
-    reason = vars(error).get("reason")
-    if isinstance(reason, BaseException) and is_transient(reason):
-        return True
-    status = _http_status(error)
-    if status is not None:
-        return status in TRANSIENT_STATUS or 500 <= status <= 599
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return True
-    classes = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
-    return not classes.isdisjoint(_TRANSIENT_CLASSES)
-
-
-def _http_status(error: BaseException) -> int | None:
-    """Return the HTTP status in an exception of urllib, aiohttp, openai, requests or httpx; None where there is none."""
-    response = getattr(error, "response", None)
-    candidates = [getattr(error, "code", None), getattr(error, "status", None), getattr(error, "status_code", None)]
-    candidates.append(getattr(response, "status_code", None))
-    return next((value for value in candidates if type(value) is int and 100 <= value <= 599), None)
 
 
 def _place(frames: TracebackType | None, file: str | None) -> str:

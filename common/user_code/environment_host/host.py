@@ -27,6 +27,7 @@ get `environment.arguments` by name. The model is asked at `chat.url`, with any 
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -34,6 +35,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -54,18 +56,32 @@ MAX_METRICS = 24
 """Numbers of a framework that are shown beside the reward. A reward has at most 32 parts."""
 LARGEST_METRIC = 1e6
 """Largest number that a part of a reward may be. Frameworks also record times and identifiers."""
+TRANSIENT_STATUS = (408, 425, 429)
+"""HTTP answers below 500 that ask to try again: request timeout, too early, too many requests."""
+_TRANSIENT_ERRNO = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT)
 _TRANSIENT_CLASSES = frozenset(
     [
         "APIConnectionError",
         "ClientConnectionError",
         "IncompleteRead",
-        "NetworkError",
         "RewardUnavailable",
-        "TimeoutException",
-        "TransportError",
+        "aiohttp.ClientPayloadError",
+        "httpcore.NetworkError",
+        "httpcore.TimeoutException",
+        "httpcore2.NetworkError",
+        "httpcore2.TimeoutException",
+        "httpx.TransportError",
+        "httpx2.TransportError",
+        "requests.ChunkedEncodingError",
+        "requests.ConnectionError",
+        "requests.Timeout",
+        "urllib3.ProtocolError",
+        "urllib3.TimeoutError",
+        "websockets.ConnectionClosed",
     ]
 )
-"""Names of exceptions by which clients say that a service cannot be reached."""
+"""Names of exceptions by which clients say that a connection failed, or that time ran out. A name that other packages use for
+something else comes with its package."""
 
 
 class HostedChat:
@@ -234,17 +250,33 @@ class EnvironmentHost:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same episode may succeed later: no connection, a time limit, HTTP 408, 425, 429 or 5xx."""
+    """Return True when the cause may be gone later: no connection, a time limit, HTTP 408, 425, 429 or 5xx.
+
+    `RewardUnavailable` always is. Every other exception is taken for a mistake in the user's function, which repeats itself.
+    """
     if isinstance(error, (ConnectionError, TimeoutError, asyncio.TimeoutError)):
         return True
+    if isinstance(error, socket.gaierror):
+        # A misspelt host name stays wrong; a name server that does not answer may answer later.
+        return error.errno == socket.EAI_AGAIN
     # urllib wraps the cause.
     reason = getattr(error, "reason", None)
-    if isinstance(reason, BaseException):
-        return is_transient(reason)
-    status = next((getattr(error, name, None) for name in ("status_code", "status", "code") if hasattr(error, name)), None)
-    if isinstance(status, int):
-        return status in (408, 425, 429) or 500 <= status <= 599
-    return any(one.__name__ in _TRANSIENT_CLASSES for one in type(error).__mro__)
+    if isinstance(reason, BaseException) and is_transient(reason):
+        return True
+    status = _http_status(error)
+    if status is not None:
+        return status in TRANSIENT_STATUS or status >= 500
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return True
+    bases = [(base.__name__, base.__module__.partition(".")[0]) for base in type(error).__mro__]
+    return any(name in _TRANSIENT_CLASSES or f"{package}.{name}" in _TRANSIENT_CLASSES for name, package in bases)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """Return the HTTP status in an exception of urllib, aiohttp, openai, requests or httpx; None where there is none."""
+    candidates = [getattr(error, name, None) for name in ("code", "status", "status_code")]
+    candidates.append(getattr(getattr(error, "response", None), "status_code", None))
+    return next((value for value in candidates if type(value) is int and 100 <= value <= 599), None)
 
 
 def described(error: BaseException) -> str:

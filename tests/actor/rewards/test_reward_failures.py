@@ -1,4 +1,4 @@
-"""Failures that time may heal are told from mistakes in the reward function, whatever client has raised them."""
+"""Failures that time may heal are told from mistakes in the function, whatever client has raised them."""
 
 import errno
 import http.client
@@ -9,11 +9,13 @@ from email.message import Message
 
 import pytest
 
-from offbeat.actor.rewards.failures import failure_of, is_transient
+from offbeat.actor.rewards.failures import failure_of
 from offbeat.actor.rewards.samples import RewardUnavailable
+from offbeat.common.user_code.environment_host.host import is_transient
 
 aiohttp, httpx = pytest.importorskip("aiohttp"), pytest.importorskip("httpx")
 openai, requests = pytest.importorskip("openai"), pytest.importorskip("requests")
+urllib3, closed = pytest.importorskip("urllib3"), pytest.importorskip("websockets.exceptions")
 
 REQUEST = httpx.Request("POST", "http://judge/v1")
 
@@ -66,6 +68,11 @@ def test_http_status_decides(make) -> None:
         openai.APIConnectionError(request=REQUEST),
         openai.APITimeoutError(request=REQUEST),
         aiohttp.ServerDisconnectedError(),
+        aiohttp.ClientPayloadError(),
+        requests.exceptions.ChunkedEncodingError(),
+        urllib3.exceptions.ProtocolError(),
+        urllib3.exceptions.ReadTimeoutError(None, "", ""),
+        closed.ConnectionClosedError(None, None),
     ],
     ids=repr,
 )

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from offbeat import RewardUnavailable
-from offbeat.actor.rewards.failures import is_transient
 from offbeat.actor.sandbox import Local, NoSandboxError, Result, bubblewrap, check, confine, local, run, run_sync, use
 from offbeat.actor.sandbox.landlock import Landlock
 from offbeat.actor.sandbox.program import Launch, Usage
 from offbeat.actor.sandbox.seccomp import DENIED, FIRST_UNKNOWN
 from offbeat.common.processes import process_table as processes
+from offbeat.common.user_code.environment_host.host import is_transient
 
 pytestmark = pytest.mark.slow
 
