@@ -34,7 +34,7 @@ from offbeat.actor.environments.messages import (
 )
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.rewards.failures import failure_of, file_of
-from offbeat.actor.rewards.functions import reward_of
+from offbeat.actor.rewards.functions import parts_of, reward_of
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
@@ -151,7 +151,7 @@ class Worker:
         return Ended(
             episode=episode.play.episode,
             reward=reward_of(reward.total + episode.rewards, {}).total,
-            parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
+            parts=parts_of({**reward.parts, **episode.metrics}),
             is_out_of_room=is_out_of_room,
             turn_rewards={number: reward_of(value, {}).total for number, value in episode.turn_rewards.items()},
             branch_rewards={number: reward_of(value, {}).total for number, value in episode.branch_rewards.items()},

@@ -174,13 +174,18 @@ def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
         if weights:
             raise TypeError(f"task.reward_weights has {', '.join(weights)}, and the reward is {_shown(value)}, without parts")
         return Reward(_number(value, "the reward"))
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"the reward has {len(value)} parts, more than {MAX_PARTS}")
-    parts = {_part_name(name): _number(part, f"part {name!r} of the reward") for name, part in value.items()}
+    parts = parts_of(value)
     unknown = [name for name in weights if name not in parts]
     if unknown:
         raise ValueError(f"task.reward_weights has {', '.join(unknown)}, which the reward's parts {list(parts)} lack")
     return Reward(_number(sum(weights.get(name, 1.0) * part for name, part in parts.items()), "the reward"), parts)
+
+
+def parts_of(value: Mapping[Any, object]) -> dict[str, float]:
+    """Return named parts, checked one by one. Raises as `reward_of`."""
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"the reward has {len(value)} parts, more than {MAX_PARTS}")
+    return {_part_name(name): _number(part, f"part {name!r} of the reward") for name, part in value.items()}
 
 
 def rewards_of(values: object, num_samples: int, weights: Mapping[str, float]) -> list[Reward]:

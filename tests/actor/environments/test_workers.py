@@ -63,6 +63,10 @@ async def play(chat, row):
         raise SystemExit("bye")
     if kind == "text":
         return "good"
+    if kind == "metrics":
+        chat.metric("bytes", 6e5)
+        chat.metric("characters", 6e5)
+        return 1.0
     if kind == "half":
         raise ValueError("no file \\ud83d")
     if kind == "nameless":
@@ -298,6 +302,12 @@ def test_episode_without_room_whose_metric_has_a_wrong_name_fails_at_once(worker
     (failed,) = next_news(workers)
     assert isinstance(failed, Failed)
     assert "'tool calls'" in failed.detail
+
+
+def test_metrics_are_no_part_of_the_sum_that_a_reward_is(workers: Workers) -> None:
+    play(workers, "1/0/0", "metrics")
+    parts = {"bytes": 6e5, "characters": 6e5}
+    assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts=parts, is_out_of_room=False)]
 
 
 def test_cancelled_episode_ends(workers: Workers) -> None:
