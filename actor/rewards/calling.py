@@ -67,6 +67,8 @@ class RewardCalls:
             self._processes = WorkerProcesses(task.reward, weights, num_workers=num_slots, timeout_s=timeout_s)
             call = self._processes.call
         self._call = at_rate(call, RateLimiter(actor.reward_calls_per_s), reward.num_calls)
+        self._is_quick = True
+        """False once a process had to be killed over a whole group: the completions of later groups are called apart."""
         self._batches = Batches(self._call, batch_size=actor.reward_batch_size, num_slots=num_slots)
 
     @property
@@ -83,9 +85,11 @@ class RewardCalls:
         """Return the outcome of each sample, in order; raise `MistakeError` as soon as one shows a mistake."""
         if self._reward.form == "samples":
             calls = [self._batches.outcome(key, sample) for sample in samples]
-        elif self._reward.form == "group" or (is_first and not self._reward.is_async):
+        elif self._reward.form == "group" or (is_first and self._is_quick and not self._reward.is_async):
             # One trip to a process for all: a cheap reward takes less time than the trip.
-            return _without_mistakes(await self._call(samples))
+            outcomes = await self._call(samples)
+            self._is_quick &= not any(isinstance(outcome, Failure) and outcome.was_killed for outcome in outcomes)
+            return _without_mistakes(outcomes)
         else:
             # Call each sample apart, so that a call that never ends fails no other sample.
             calls = [self._call([sample]) for sample in samples]

@@ -76,6 +76,13 @@ def hangs_once(prompt, completion, row):
         time.sleep(60)
     return float(len(completion))
 
+def noted(prompt, completion, row):
+    with open(row["calls"], "a") as file:
+        file.write(completion + "\\n")
+    if completion == "slow" and open(row["calls"]).read().split().count("slow") == 1:
+        time.sleep(60)
+    return 1.0
+
 async def naps(prompt, completion, row):
     await asyncio.sleep(float(completion))
     return float(completion)
@@ -247,6 +254,17 @@ def test_completions_beside_one_that_hung_once_are_all_rewarded(make_runner, tmp
     runner = make_runner("hangs_once", timeout_s=1.0, retry_s=20.0)
     runner.submit(1, samples(["a", "slow", "bb"], {"seen": str(tmp_path / "seen")}))
     assert wait(runner) == {1: rewarded(1, 1.0, 4.0, 2.0)}
+
+
+def test_groups_after_one_that_exceeded_the_limit_together_are_called_for_each_completion(make_runner, tmp_path):
+    runner = make_runner("noted", timeout_s=1.0, retry_s=20.0)
+    calls = []
+    for key in range(2):
+        file = tmp_path / str(key)
+        runner.submit(key, samples(["a", "slow", "bb"], {"calls": str(file)}))
+        assert wait(runner) == {key: rewarded(key, 1.0, 1.0, 1.0)}
+        calls.append(sorted(file.read_text().split()))
+    assert calls == [["a", "a", "bb", "slow", "slow"], ["a", "bb", "slow", "slow"]]
 
 
 def test_a_reward_that_hangs_every_time_keeps_a_process_busy_for_three_attempts_only(make_runner, monkeypatch):
