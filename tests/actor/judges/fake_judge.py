@@ -16,8 +16,8 @@ class Answer(NamedTuple):
     status: int = 200
     headers: dict[str, str] = {}  # noqa: RUF012
     delay_s: float = 0.0
-    pause_s: float = 0.0
-    """Seconds before each byte of the answer."""
+    after_byte: Callable[[], None] | None = None
+    """Called after each byte of the answer, which then has a packet of its own."""
     body: bytes | None = None
     """Sent instead of a chat completion."""
     tokens: int | None = 10
@@ -57,18 +57,22 @@ class FakeJudge:
                 choices = [{"message": {"role": "assistant", "content": answer.text}}]
                 usage = {} if answer.tokens is None else {"usage": {"total_tokens": answer.tokens}}
                 body = json.dumps({"choices": choices, **usage}).encode() if answer.body is None else answer.body
-                self._send(answer.status, answer.headers, body, answer.pause_s)
+                self._send(answer.status, answer.headers, body, answer.after_byte)
 
-            def _send(self, status: int, headers: dict[str, str], body: bytes, pause_s: float = 0.0) -> None:
+            def _send(
+                self, status: int, headers: dict[str, str], body: bytes, after_byte: Callable[[], None] | None = None
+            ) -> None:
                 try:
                     self.send_response(status)
                     for name, value in {**headers, "Content-Length": str(len(body))}.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    for start in range(len(body)) if pause_s else ():
+                    if after_byte is None:
+                        self.wfile.write(body)
+                        return
+                    for start in range(len(body)):
                         self.wfile.write(body[start : start + 1])
-                        time.sleep(pause_s)
-                    self.wfile.write(b"" if pause_s else body)
+                        after_byte()
                 except ConnectionError:
                     self.close_connection = True
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,34 @@ FAILURES = {
     "no text": Answer(None),
     "no score": Answer("I cannot say"),
     "huge": Answer("Score: 1 " + "x" * (1 << 21)),
-    "drips": Answer("Score: 1", pause_s=0.1),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_judge_that_fails_twice_is_asked_a_third_time(name: str) -> None:
     with serving(lambda number, request: FAILURES[name] if number < 2 else Answer()) as fake:
-        verdict, counts = ask(fake, max_retries=2, timeout_s=0.5 if name == "drips" else 20)
+        verdict, counts = ask(fake, max_retries=2, timeout_s=20)
+    assert (verdict.score, len(fake.requests)) == (7.0, 3)
+    assert (counts["requests"], counts["failed"]) == (3, 2)
+
+
+def test_judge_whose_answer_drips_twice_is_asked_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The client's clock goes on by 5 s with each byte of a dripping answer. So the limit is over for certain after some bytes,
+    # and the last answer, during which the clock is an ordinary one, has the whole limit on a busy machine too.
+    ahead_s = 0.0
+
+    def after_byte() -> None:
+        nonlocal ahead_s
+        ahead_s += 5.0
+        time.sleep(0.02)
+
+    async def question() -> Verdict:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + ahead_s)
+        return await judge("good?", pattern=r"Score: (\S+)")
+
+    drips = Answer("Score: 1", after_byte=after_byte)
+    with serving(lambda number, request: drips if number < 2 else Answer()) as fake:
+        verdict, counts = ask(fake, question, max_retries=2, timeout_s=100)
     assert (verdict.score, len(fake.requests)) == (7.0, 3)
     assert (counts["requests"], counts["failed"]) == (3, 2)
 
