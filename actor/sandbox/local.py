@@ -17,6 +17,7 @@ from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
 from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Program, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
+from offbeat.common.errors import one_line
 from offbeat.common.processes.environment import num_cores
 
 LEAST_MEMORY_MB = 64
@@ -90,8 +91,12 @@ class Local:
         return self._executor
 
     def _run(self, backend: Backend, program: Program, stop: threading.Event) -> Result:
-        with backend.launch(self._folders) as launch:
-            return run_program(launch, program, self._folders, stop)
+        try:
+            with backend.launch(self._folders) as launch:
+                return run_program(launch, program, self._folders, stop)
+        except OSError as error:
+            # The machine has no room for one more process or file now, which says nothing about the program.
+            raise RewardUnavailable(f"the sandbox cannot start a program: {one_line(error)}") from error
 
     def _chosen(self) -> Backend:
         with self._lock:
@@ -107,7 +112,7 @@ class Local:
         for backend in self._candidates():
             try:
                 result = self._run(backend, Program("print('works')"), threading.Event())
-            except (RewardUnavailable, OSError) as error:
+            except RewardUnavailable as error:
                 reasons.append(f"{backend.name}: {error}")
                 continue
             if result.stdout == "works\n":

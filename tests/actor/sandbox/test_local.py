@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,6 +208,20 @@ def test_sandbox_that_fails_is_no_failure_of_the_program() -> None:
     with pytest.raises(RewardUnavailable, match="no namespaces") as raised:
         asyncio.run(own.run("print('fine')"))
     assert is_transient(raised.value)
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_machine_that_starts_no_process_now_is_no_failure_of_the_program(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    own = Local()
+    own.check()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RewardUnavailable, match=os.strerror(number)):
+        asyncio.run(own.run("print('fine')"))
+    monkeypatch.undo()
+    assert asyncio.run(own.run("print('fine')")).stdout == "fine\n"
 
 
 def test_no_sandbox_is_an_error_with_its_cure_and_never_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
