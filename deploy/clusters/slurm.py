@@ -5,6 +5,7 @@ by an address file in the run's folder, so it may be started on any node, and on
 is the pool's only memory: a pool that is opened again knows the actors of the one before.
 """
 
+import argparse
 import logging
 import os
 import re
@@ -49,7 +50,6 @@ COMMAND_S = 60.0
 """Longest time that one of Slurm's commands may take, in seconds."""
 LEAVING = "offbeat: leaving"
 """Comment of jobs that were asked to leave: a second SIGTERM would hurry them."""
-_JOB_NAME = re.compile(r"^#SBATCH --job-name=(\S+)", re.MULTILINE)
 _KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+) sec", re.MULTILINE)
 
 
@@ -190,12 +190,12 @@ class SlurmPool:
         if not script.is_file():
             cure = "Name the folder that `offbeat deploy slurm` wrote: --on slurm:DIR."
             raise SettingError("--on", str(script.parent), f"it has no {script.name}", cure)
-        found = _JOB_NAME.search(script.read_text())
-        if found is None:
+        name = _job_name(script.read_text())
+        if name is None:
             cure = "Name the jobs: a pool recognizes its own by it."
             raise SettingError("--on", str(script), "the script has no line `#SBATCH --job-name=NAME`", cure)
         self._script = script
-        self._job_name = found[1]
+        self._job_name = name
 
     def running(self) -> list[Instance]:
         """Return the tasks of all arrays that are not over, oldest first."""
@@ -258,6 +258,14 @@ def _state(state: str, comment: str) -> Literal["starting", "working", "leaving"
         return "leaving"
     # A preempted job is COMPLETING for a moment and then waits again: it is not replaced.
     return "working" if state in ("RUNNING", "COMPLETING", "SUSPENDED") else "starting"
+
+
+def _job_name(script: str) -> str | None:
+    """Return the name that a batch script gives its jobs, None for none. The user may have added one, and the last counts."""
+    lines = [line.removeprefix("#SBATCH") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("-J", "--job-name")
+    return options.parse_known_args(shlex.split("\n".join(lines), comments=True))[0].job_name
 
 
 def _job(name: str) -> str:

@@ -50,6 +50,17 @@ def test_folder_without_the_script_is_refused(tmp_path: Path) -> None:
         SlurmPool(tmp_path / ACTORS_SCRIPT)
 
 
+@pytest.mark.parametrize("option", ["--job-name=mine", "--partition=spot --job-name mine", "-J mine", '--job-name="mine"'])
+def test_jobs_are_known_by_the_name_that_the_user_gave_them_last(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ACTORS_SCRIPT
+    script.write_text(f"#!/bin/bash\n#SBATCH --job-name=actors-a\n#SBATCH {option}\n##SBATCH --job-name=comment\n")
+    fake(tmp_path, "squeue", f'echo "$*" > {tmp_path}/seen', monkeypatch)
+    SlurmPool(script).running()
+    assert " --name=mine " in (tmp_path / "seen").read_text()
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> SlurmPool:
     """A pool whose jobs are named `actors-a`."""
