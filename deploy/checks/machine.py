@@ -82,7 +82,9 @@ def _bind_problem(host: str, port: int) -> str | None:
         # The C library would take the remainder.
         return f"there is no port {port}"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # An IPv6 address has brackets, which are for people.
+        name = host.strip("[]")
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As ZeroMQ does: a port that a learner has just left is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

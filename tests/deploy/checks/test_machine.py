@@ -24,6 +24,7 @@ from offbeat.common.settings.config import (
 from offbeat.common.settings.learning_sections import AdvantageSection, CriticSection, LoraSection
 from offbeat.deploy.checks.findings import findings_of
 from offbeat.deploy.checks.machine import (
+    check_actor_port,
     check_companions,
     check_devices,
     check_folder,
@@ -226,6 +227,14 @@ def test_address_of_another_machine_and_a_taken_port_have_cures_of_their_own() -
     assert "is no address of this machine. Choose an address and port of this machine" in found("tcp://192.0.2.7:5700")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "End the process that has it, or choose another port" in found(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_pages_may_be_at_an_ipv6_address() -> None:
+    metrics = msgspec.structs.replace(CONFIG.metrics, bind="[::1]:0", actor_bind="[::1]:0")
+    config = msgspec.structs.replace(CONFIG, metrics=metrics)
+    found = [*check_ports(config), *check_actor_port(config)]
+    # A machine without such addresses says so in other words.
+    assert not [finding.text for finding in found if "is not known" in finding.text]
 
 
 @pytest.mark.parametrize(("free_gb", "kind"), [(100, "note"), (1, "warning")])
