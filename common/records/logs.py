@@ -311,11 +311,16 @@ def log_to_file(path: Path, service: str) -> None:
 def bound_log(path: Path, max_bytes: int) -> None:
     """Move the content of a log above this size to `PATH.1`. Processes that append to it go on in the emptied file.
 
-    Leaves a log alone that was deleted or renamed: its processes go on without it.
+    Leaves a log alone that was deleted or renamed: its processes go on without it. Content that the disk does not take is lost:
+    whoever looks after the log must go on, too.
     """
-    with contextlib.suppress(FileNotFoundError):
+    older = path.with_name(f"{path.name}.1")
+    with contextlib.suppress(OSError):
         if path.stat().st_size > max_bytes:
-            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            try:
+                shutil.copyfile(path, older)
+            except OSError:
+                older.unlink(missing_ok=True)
             os.truncate(path, 0)
 
 

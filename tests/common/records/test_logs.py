@@ -1,4 +1,4 @@
-"""Claims about `common.records.logs`, each checked in a fresh process: logging is process-wide."""
+"""Claims about `common.records.logs`, most of them checked in a fresh process: logging is process-wide."""
 
 import contextlib
 import json
@@ -12,6 +12,8 @@ import termios
 from pathlib import Path
 
 import pytest
+
+from offbeat.common.records.logs import bound_log
 
 ROOT = Path(__file__).parents[3]
 
@@ -284,3 +286,13 @@ def test_log_file_on_a_full_disk_costs_its_lines_and_no_tracebacks(tmp_path: Pat
         "INFO learner own info [1/2]",
         "WARNING learner foreign warning",
     ]
+
+
+def test_bounded_log_on_a_full_disk_loses_its_older_part_and_goes_on(tmp_path: Path):
+    log, older = tmp_path / "actor-0.log", tmp_path / "actor-0.log.1"
+    log.write_bytes(b"x" * 1001)
+    older.symlink_to("/dev/full")
+    bound_log(log, 1000)
+    assert log.read_bytes() == b""
+    # The part of it that fitted takes no room either.
+    assert not os.path.lexists(older)
