@@ -229,8 +229,8 @@ class Progress:
 
     def _actor_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        # Actors that need attention are never hidden.
-        by_attention = sorted(self._actors.items(), key=lambda item: (item[1].is_present, item[0]))
+        # Actors that need attention are never hidden, and those that left come last: in an elastic fleet they grow in number.
+        by_attention = sorted(self._actors.items(), key=lambda item: (item[1].status == "left", item[1].is_present, item[0]))
         for name, actor in sorted(by_attention[:MAX_ACTOR_LINES]):
             state, style = actor.state(self._clock())
             rate = f"{actor.tokens_per_s():,.0f} tok/s" if actor.is_present else ""

@@ -138,6 +138,18 @@ def test_of_many_actors_the_lost_ones_stay_in_sight():
     assert "and 8 more" in text
 
 
+def test_actors_that_left_hide_none_that_is_at_work():
+    progress = Progress(10, console=plain_console(), clock=FakeClock())
+    for index in range(13):
+        progress.add(event_row("actor_left", f"a{index:02}"))
+    progress.add(actor_row("b0", 1000.0, 0))
+    progress.add(event_row("actor_lost", "b1"))
+    text = rendered(progress)
+    assert "b0" in text
+    assert "b1" in text
+    assert "and 3 more" in text
+
+
 def test_stalled_learner_says_for_how_long():
     clock = FakeClock()
     progress = Progress(10, console=plain_console(), clock=clock)
