@@ -168,7 +168,7 @@ def write_compose(path: Path, overrides: Sequence[str], out: Path, image: str) -
 made {COMPOSE}, run.toml and keys in {out}. To start the run:
   docker compose -f {file} up
 To look at it: http://127.0.0.1:{PAGE_PORT}/ in a browser, or
-  docker compose -f {file} exec {LEARNER} offbeat status {run_folder(in_container)} --watch
+  docker compose -f {file} exec {LEARNER} offbeat status {shlex.quote(run_folder(in_container))} --watch
 Relative paths in run.toml are relative to {WORK} in the image."""
 
 

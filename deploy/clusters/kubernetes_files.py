@@ -274,13 +274,13 @@ def _estimates(cluster: Cluster) -> str:
 
 
 def _next_steps(config: Config, out: Path, cluster: Cluster, names: Sequence[str]) -> str:
-    space, folder = shlex.quote(cluster.namespace), shlex.quote(str(out))
+    space, folder, run = (shlex.quote(word) for word in (cluster.namespace, str(out), container.run_folder(config)))
     return f"""\
 made {", ".join(names)} in {out}.{_estimates(cluster)} To start the run:
   kubectl create namespace {space}
   kubectl apply -k {folder}
 To look at it:
-  kubectl -n {space} exec -it job/{LEARNER} -c {LEARNER} -- offbeat status {container.run_folder(config)} --watch
+  kubectl -n {space} exec -it job/{LEARNER} -c {LEARNER} -- offbeat status {run} --watch
   kubectl -n {space} port-forward job/{LEARNER} {container.PAGE_PORT}, and http://127.0.0.1:{container.PAGE_PORT}/ in a browser
 Relative paths in {container.CONFIG} are relative to {container.WORK} in the image.
 keys.yaml holds secret keys: keep it as you keep passwords."""

@@ -120,9 +120,9 @@ def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodO
 
 def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Document:
     """Return the container that keeps as many actors as the learner wants, from the moment when there is a run."""
-    folder = run_folder(config)
-    waiting = f'until [ -e {folder}/config.toml ]; do sleep 1; done\nexec "$@"'
-    command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", folder, "--on", "kubernetes"]
+    # The third word behind `sh` is the folder, whose name may have blanks.
+    waiting = 'until [ -e "$3"/config.toml ]; do sleep 1; done\nexec "$@"'
+    command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", run_folder(config), "--on", "kubernetes"]
     token = _mount("token", str(ACCOUNT))
     return _container(RECONCILER, image, command, [*mounts, token], PodOptions({"cpu": "100m", "memory": "512Mi"}))
 

@@ -87,7 +87,7 @@ def started(container: Document, folder: Path) -> list[str]:
     words = [word.replace("$(POD_NAME)", POD_NAME) for word in container["command"]]
     if words[0] != "sh":
         return words
-    shown = words[2].replace('exec "$@"', "printf '%s\\0' \"$@\"").replace(" /runs/", f" {folder}/runs/")
+    shown = words[2].replace('exec "$@"', "printf '%s\\0' \"$@\"").replace(' "$3"/', f' "{folder}$3"/')
     return subprocess.run(["sh", "-c", shown, *words[3:]], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
 
 
@@ -175,10 +175,11 @@ def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Pat
     assert documents["ConfigMap/run-config"]["data"]["run.toml"] == SETTINGS
 
 
-def test_every_container_starts_a_command_that_takes_its_arguments(folder: Path) -> None:
-    documents = write(*RECONCILED)
-    (folder / "runs/run").mkdir(parents=True)
-    (folder / "runs/run/config.toml").touch()
+@pytest.mark.parametrize("run", ["run", "my run"])
+def test_every_container_starts_a_command_that_takes_its_arguments(run: str, folder: Path) -> None:
+    documents = write(*RECONCILED, f"run.dir=runs/{run}")
+    (folder / "runs" / run).mkdir(parents=True)
+    (folder / "runs" / run / "config.toml").touch()
     group = get_command(make_app())
     assert isinstance(group, TyperGroup)
     parsed: dict[str, dict[str, Any]] = {}
@@ -188,7 +189,7 @@ def test_every_container_starts_a_command_that_takes_its_arguments(folder: Path)
         assert program == "offbeat" and command is not None
         parsed[str(name)] = command.make_context(name, rest).params
     assert set(parsed) == {"learner", "actor", "reconcile"}
-    assert (str(parsed["reconcile"]["run"]), parsed["reconcile"]["on"]) == ("/runs/run", "kubernetes")
+    assert (str(parsed["reconcile"]["run"]), parsed["reconcile"]["on"]) == (f"/runs/{run}", "kubernetes")
     assert parsed["reconcile"]["on"] in POOLS
 
 
