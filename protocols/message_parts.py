@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from offbeat.protocols.fields import FreeText, Label, Name, Natural, NaturalOrNone
+from offbeat.protocols.fields import FreeText, Label, Natural, NaturalOrNone, PartName
 
 
 class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,9 +54,9 @@ class Vitals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`staleness.max_staleness` at the step."""
     step_s: float | None = None
     """Mean seconds of the last steps, waiting included."""
-    reward_by_task: dict[Name, float] = {}
+    reward_by_task: dict[PartName, float] = {}
     """Mean reward of each task of the step, where `data.task_field` is set."""
-    share_by_task: dict[Name, float] = {}
+    share_by_task: dict[PartName, float] = {}
     """Share of each task's prompts that is leased, where `data.curriculum` is set."""
     health: tuple[FreeText, ...] = ()
     """A sentence for each health rule that holds, with a hint."""

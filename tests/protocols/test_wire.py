@@ -1,6 +1,7 @@
 """Encoded messages are decoded unchanged; any other bytes raise `WireError`."""
 
 import itertools
+import re
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from offbeat.protocols.fields import PART_NAME
+from offbeat.protocols.message_parts import Vitals
 from offbeat.protocols.messages import (
     ActorMessage,
     CanaryRouted,
@@ -40,6 +43,7 @@ from tests.protocols.sample_messages import (
     FROM_LEARNER,
     INTS,
     LEASE,
+    STATUS,
     WELCOME,
     as_sent,
     name_of,
@@ -100,6 +104,13 @@ def test_message_of_an_actor_survives_the_wire(message: ActorMessage, arrays: tu
 @pytest.mark.parametrize(("message", "arrays"), FROM_LEARNER, ids=name_of)
 def test_message_of_the_learner_survives_the_wire(message: LearnerMessage, arrays: tuple[Array, ...]) -> None:
     assert decode_from_learner(as_sent(encode(message, *arrays))) == (message, tuple(array.tobytes() for array in arrays))
+
+
+@pytest.mark.parametrize("task", ["_other", "level-5.a", "x" * 64])
+def test_status_tells_of_each_task_that_data_may_name(task: str) -> None:
+    assert re.match(PART_NAME, task)
+    status = msgspec.structs.replace(STATUS, vitals=Vitals(reward_by_task={task: 0.5}, share_by_task={task: 0.25}))
+    assert decode_from_learner(as_sent(encode(status))).message == status
 
 
 @pytest.mark.parametrize("message", [WELCOME, LEASE], ids=["Welcome", "Lease"])
