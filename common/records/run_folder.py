@@ -109,6 +109,20 @@ def read_owner(folder: Path, name: str = LOCK_FILE) -> LockOwner | None:
         return None
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """The part of a run's identity that names it."""
+
+    run_id: str = ""
+
+
+def read_run_id(folder: Path) -> str:
+    """Return the id of the run in a folder; empty where there is none, or its file is damaged."""
+    try:
+        return msgspec.json.decode((folder / IDENTITY_FILE).read_bytes(), type=_Named).run_id
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
 def read_run_config(folder: Path) -> Config:
     """Return the resolved config of the run in a folder. `SettingError` where the folder has none."""
     file = folder / CONFIG_FILE

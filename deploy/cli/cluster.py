@@ -178,4 +178,4 @@ def reconcile_command(
         ended = read_end(folder)
         return ended is not None and ended.outcome is not None
 
-    reconcile(pool, lambda: ask_status(open_link, config.hub.address), has_ended, stop)
+    reconcile(pool, lambda: ask_status(open_link, config.hub.address, folder), has_ended, stop)

@@ -7,8 +7,9 @@ import typer
 
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS, StopRequest
 from offbeat.common.records.run_folder import LAUNCH_FILE
+from offbeat.common.settings.config import Config
 from offbeat.deploy.cli.arguments import Operator, read_config_of_run
-from offbeat.deploy.operating.link import open_link_to
+from offbeat.deploy.operating.link import ask_status, open_link_to
 from offbeat.deploy.operating.set import refuse_large_changes, requested, say_who_follows, tune
 from offbeat.deploy.operating.status import Asked, print_status, watch_status
 
@@ -27,8 +28,7 @@ def status_command(
     A running learner answers at any time, even during a step. The end of a run is read from its folder.
     """
     config = read_config_of_run(arguments)
-    given = Path(arguments[0]) if arguments else None
-    folder = given if given is not None and given.is_dir() else Path(config.run.dir)
+    folder = _folder(arguments[0] if arguments else "", config)
     asked = Asked(open_link_to(config.hub, operator), config.hub.address, folder, config.train.num_steps)
     if watch:
         watch_status(asked, StopRequest().install())
@@ -50,8 +50,9 @@ def set_command(
     wanted = requested(settings)
     config = read_config_of_run([run])
     open_link, address = open_link_to(config.hub, operator), config.hub.address
+    status = ask_status(open_link, address, _folder(run, config))
     if not yes:
-        refuse_large_changes(open_link, address, config, wanted)
+        refuse_large_changes(status, config, wanted)
     raise typer.Exit(0 if tune(open_link, address, wanted) else USER_ERROR_STATUS)
 
 
@@ -65,10 +66,15 @@ def scale_command(
     `offbeat train` or `offbeat reconcile` then starts actors, or asks the newest to leave.
     """
     config = read_config_of_run([run])
-    open_link = open_link_to(config.hub, operator)
+    open_link, folder = open_link_to(config.hub, operator), _folder(run, config)
+    status = ask_status(open_link, config.hub.address, folder)
     is_changed = tune(open_link, config.hub.address, {"scale.actors": str(actors)})
-    folder = Path(run) if Path(run).is_dir() else Path(config.run.dir)
     # A run with this file has a launcher, which follows the number.
     if is_changed and not (folder / LAUNCH_FILE).exists():
-        say_who_follows(open_link, config.hub.address, actors)
+        say_who_follows(len(status.members), actors)
     raise typer.Exit(0 if is_changed else USER_ERROR_STATUS)
+
+
+def _folder(run: str, config: Config) -> Path:
+    """Return the folder of the run that a command line names by it or by a TOML file."""
+    return Path(run) if run and Path(run).is_dir() else Path(config.run.dir)

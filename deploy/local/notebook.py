@@ -124,7 +124,7 @@ class Run:
             return msgspec.to_builtins(ended)
         try:
             hub = read_run_config(self.folder).hub
-            return msgspec.to_builtins(ask_status(open_link_to(hub, "operator"), hub.address))
+            return msgspec.to_builtins(ask_status(open_link_to(hub, "operator"), hub.address, self.folder))
         except (ServiceError, SettingError) as error:
             raise RunError(str(error)) from None
 

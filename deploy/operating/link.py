@@ -4,9 +4,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.records.run_folder import read_run_id
 from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.hub_keys import OPERATOR, keys_of_peer
 from offbeat.protocols.channels import Link
@@ -55,10 +57,26 @@ def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest,
     raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")
 
 
-def ask_status(open_link: OpenLink, address: str) -> StatusReport:
-    """Return the learner's status over a link of its own; raise as `ask`."""
+def ask_status(open_link: OpenLink, address: str, folder: Path) -> StatusReport:
+    """Return the learner's status over a link of its own; raise as `ask_status_over`."""
     with open_link() as link:
-        return ask(link, address, StatusRequest(), StatusReport)
+        return ask_status_over(link, address, folder)
+
+
+def ask_status_over(link: Link, address: str, folder: Path) -> StatusReport:
+    """Return the status of the run in `folder`; raise as `ask`, and `ServiceError` when the learner of another run answers.
+
+    Runs share the default address, so the next run answers there once the learner of this one was killed. A folder that is not
+    on this machine tells nothing of its run: then any learner will do.
+    """
+    report = ask(link, address, StatusRequest(), StatusReport)
+    run_id = read_run_id(folder)
+    if run_id not in ("", report.run_id):
+        raise ServiceError(
+            f"at {address} the learner of another run answers: {report.run_id}. The run in {folder} is {run_id}, and its "
+            "learner is not there"
+        )
+    return report
 
 
 class StatusPoll:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import full_name, replace_settings, setting_text, setting_value
-from offbeat.deploy.operating.link import OpenLink, ask, ask_status
-from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
+from offbeat.deploy.operating.link import OpenLink, ask
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, StatusReport
 from offbeat.protocols.text import as_name
 
 LARGE_FACTOR = 10.0
@@ -34,13 +34,12 @@ def requested(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def refuse_large_changes(open_link: OpenLink, address: str, config: Config, settings: Mapping[str, str]) -> None:
+def refuse_large_changes(status: StatusReport, config: Config, settings: Mapping[str, str]) -> None:
     """Ask the user about each value that differs from the one in force by `LARGE_FACTOR` or more.
 
-    `config` is what the run was started with. Raises `SettingError` when the answer is not yes, or no terminal can be asked;
-    `ServiceError` when the learner does not say which values are in force.
+    `config` is what the run was started with; `status` says what has changed since. Raises `SettingError` when the answer is
+    not yes, or no terminal can be asked.
     """
-    status = ask_status(open_link, address)
     in_force = replace_settings(config, {change.setting: change.after for change in status.changed_settings})
     for setting, factor in large_changes(in_force, settings).items():
         before = setting_text(in_force, setting)
@@ -91,9 +90,8 @@ def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool
     return True
 
 
-def say_who_follows(open_link: OpenLink, address: str, wanted: int) -> None:
+def say_who_follows(num_connected: int, wanted: int) -> None:
     """Say how many actors a run without a launcher has, and who brings their number to `wanted`."""
-    num_connected = len(ask_status(open_link, address).members)
     if num_connected == wanted:
         return
     itself = f"start {wanted - num_connected} with `offbeat actor`" if num_connected < wanted else "end the others"

@@ -15,10 +15,10 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import Stamped
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.common.records.writer import ROWS_FILE, read_rows
-from offbeat.deploy.operating.link import OpenLink, ask, ask_status
+from offbeat.deploy.operating.link import OpenLink, ask_status, ask_status_over
 from offbeat.lab.run_summary import EndedRun, read_end
 from offbeat.lab.terminal import FittedTable, print_result, table
-from offbeat.protocols.messages import SettingChange, StatusReport, StatusRequest, Vitals
+from offbeat.protocols.messages import SettingChange, StatusReport, Vitals
 
 _LEAST_GROWTH_S = 10.0
 """Age of a run from which its growth in an hour is told."""
@@ -46,7 +46,7 @@ def print_status(asked: Asked, *, as_json: bool) -> None:
         print_result(ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder)), as_json=as_json)
         return
     try:
-        report = ask_status(asked.open_link, asked.address)
+        report = ask_status(asked.open_link, asked.address, asked.folder)
     except ServiceError as error:
         if ended is None:
             raise
@@ -62,7 +62,7 @@ def watch_status(asked: Asked, stop: StopRequest) -> None:
         ended = read_end(asked.folder)
         while not stop and (ended is None or ended.outcome is None):
             try:
-                live.update(render_status(ask(link, asked.address, StatusRequest(), StatusReport)))
+                live.update(render_status(ask_status_over(link, asked.address, asked.folder)))
                 time.sleep(WATCH_INTERVAL_S)
             except ServiceError as error:
                 live.update(Text(str(error), style="red"))

@@ -6,12 +6,18 @@ import socket
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from offbeat.common.errors import ServiceError, SettingError
-from offbeat.common.settings.loading import load
+from offbeat.common.formats import write_private
+from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.deploy.cli.operate import scale_command, set_command
 from offbeat.deploy.operating import link as questions
+from offbeat.deploy.operating.link import ask_status
 from offbeat.deploy.operating.set import large_changes, refuse_large_changes, requested, say_who_follows, tune
+from offbeat.learner.restart.run_identity import RunIdentity, write_identity
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, SettingChange, StatusRequest
 from tests.deploy.operating.operator_desk import REPORT, Desk
@@ -112,7 +118,8 @@ def ask_back(desk: Desk, value: str, monkeypatch: pytest.MonkeyPatch, answer: st
     monkeypatch.setattr("sys.stdin", io.StringIO("" if answer is None else f"{answer}\n"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None)
     config = load(None, ["train.learning_rate=1e-6"])
-    refuse_large_changes(desk.open_link, desk.address, config, {"train.learning_rate": value})
+    status = ask_status(desk.open_link, desk.address, Path("no folder"))
+    refuse_large_changes(status, config, {"train.learning_rate": value})
 
 
 def test_large_change_is_asked_back_about_and_needs_yes_without_a_terminal(
@@ -131,6 +138,22 @@ def test_large_change_is_asked_back_about_and_needs_yes_without_a_terminal(
     assert desks[0].asked == [StatusRequest()] * 4, "nothing was changed by asking"
 
 
+def test_learner_of_another_run_at_the_same_address_is_not_changed(desks: list[Desk], tmp_path: Path) -> None:
+    desks.append(Desk(tmp_path / "keys", REPORT))
+    run = tmp_path / "killed"
+    run.mkdir()
+    config = load(None, ["model.path=m", "data.train_data=d.jsonl", "task.reward=exact_match"])
+    hub = msgspec.structs.replace(desks[0].hub_section, address=desks[0].address)
+    write_private(run / CONFIG_FILE, resolved_toml(msgspec.structs.replace(config, hub=hub)))
+    # As where the run was killed, and another one uses the default address now.
+    write_identity(run, RunIdentity({}, {}, "def"), np.empty(0, np.uint64))
+    with pytest.raises(ServiceError, match="the learner of another run"):
+        set_command(str(run), ["max_staleness=8"], yes=True, operator="operator")
+    with pytest.raises(ServiceError, match="the learner of another run"):
+        scale_command(str(run), 4, operator="operator")
+    assert desks[0].asked == [StatusRequest()] * 2, "no change was asked for"
+
+
 def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(
     services: Services, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -140,13 +163,10 @@ def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(
     assert result.stderr.splitlines()[-1].startswith("error: setting = ")
 
 
-def test_number_of_actors_that_no_launcher_follows_is_said_to_need_somebody(
-    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    desks.append(Desk(tmp_path / "keys", REPORT))
-    say_who_follows(desks[0].open_link, desks[0].address, 4)
+def test_number_of_actors_that_no_launcher_follows_is_said_to_need_somebody(capsys: pytest.CaptureFixture[str]) -> None:
+    say_who_follows(2, 4)
     said = capsys.readouterr().err
     assert said.startswith("2 actors are connected, 4 are wanted")
     assert "`offbeat reconcile`" in said and "start 2 with `offbeat actor` yourself" in said
-    say_who_follows(desks[0].open_link, desks[0].address, 2)
+    say_who_follows(2, 2)
     assert capsys.readouterr().err == ""
