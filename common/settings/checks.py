@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.models.images import MAX_PROMPT_BYTES
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.inert import check_inert
 from offbeat.common.settings.judge_checks import check_judge
 from offbeat.common.settings.learning_sections import TrainSection
@@ -242,6 +242,18 @@ def _check_hub(config: Config) -> None:
             problem = "other machines can reach the address, and without keys traffic is neither encrypted nor authenticated"
             cure = "Make keys with `offbeat keygen keys ACTOR...`, which says what to set; or use tcp://127.0.0.1:PORT."
             raise SettingError(f"hub.{name}", address, problem, cure)
+    if hub.bind and address_file(hub.address) is None:
+        _check_free_port(hub)
+
+
+def _check_free_port(hub: HubSection) -> None:
+    """Refuse a free port that the learner binds and the actors do not learn of, or the other way round."""
+    if hub.bind.endswith(":0"):
+        problem = f"the learner would bind any free port, and is looked for at {hub.address}"
+        raise SettingError("hub.bind", hub.bind, problem, "Give it the port of hub.address, or make hub.address a file.")
+    if hub.address.endswith(":0"):
+        problem = f"hub.bind has a port, {hub.bind}, and actors would look for the learner at another, any free one"
+        raise SettingError("hub.address", hub.address, problem, "Give it the port of hub.bind, or remove hub.bind.")
 
 
 def _is_loopback(setting: str, address: str) -> bool:

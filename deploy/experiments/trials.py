@@ -126,17 +126,17 @@ def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
 
 
 def _as_trial(config: Config, planned: PlannedTrial, folder: Path) -> Config:
-    address = config.hub.address
+    address, bind = config.hub.address, config.hub.bind
     if is_loopback(address):
-        # A free port for each run: jobs of a cluster may share a machine.
-        address = f"{address.rpartition(':')[0]}:0"
+        # A free port for each run: jobs of a cluster may share a machine. The learner binds it too.
+        address, bind = f"{address.rpartition(':')[0]}:0", ""
     elif (file := address_file(address)) is not None:
         address = f"file:{folder / file.name}"
     mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{planned.name}"
     return replace(
         config,
         run=replace(config.run, dir=str(folder), seed=planned.seed, resume=False, mirror=mirror),
-        hub=replace(config.hub, address=address),
+        hub=replace(config.hub, address=address, bind=bind),
     )
 
 

@@ -70,6 +70,8 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["hub.address=file:/shared/a"], ['hub.bind = ""', "file:/shared/a", "tcp://*:0"]),
         (["hub.address=file:/shared/a", "hub.bind=tcp://*:0"], ['hub.bind = "tcp://*:0"', "offbeat keygen"]),
         (["hub.address=tcp://127.0.0.1:0", "hub.bind=file:/shared/a"], ['hub.bind = "file:/shared/a"', "not an address"]),
+        (["hub.bind=tcp://127.0.0.1:0"], ['hub.bind = "tcp://127.0.0.1:0"', "looked for at tcp://127.0.0.1:5700"]),
+        (["hub.address=tcp://127.0.0.1:0", "hub.bind=tcp://127.0.0.1:5700"], ["hub.address", "hub.bind has a port"]),
         (["weights.pull_port=5700"], ["weights.pull_port = 5700", "hub.address has the same port"]),
         (["weights.port=6000", "weights.pull_port=6000"], ["weights.pull_port = 6000", "weights.port has the same port"]),
         (["metrics.bind=127.0.0.1:5700"], ['metrics.bind = "127.0.0.1:5700"', "hub.address has the same port"]),

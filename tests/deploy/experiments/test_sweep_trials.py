@@ -132,6 +132,11 @@ def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(swee
     assert config.hub.address == "tcp://127.0.0.1:0", "any free port: runs may share a machine"
 
 
+def test_learner_of_a_run_binds_the_port_at_which_its_actors_look_for_it(sweep: Sweep) -> None:
+    (trial,) = sweep.trials("4", overrides=["hub.bind=tcp://0.0.0.0:5700", *KEYS])
+    assert (trial.config.hub.address, trial.config.hub.bind) == ("tcp://127.0.0.1:0", "")
+
+
 def test_each_run_has_a_place_of_its_own_below_the_mirror(sweep: Sweep) -> None:
     trials = sweep.trials("4", "8", seeds=2, overrides=["run.mirror=s3://bucket/sweep/"])
     assert [trial.config.run.mirror for trial in trials] == [
