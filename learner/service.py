@@ -127,7 +127,11 @@ class TrainingLoop:
                 return self._end_early(stop)
             self._train(groups, phases)
         self.dispatcher.doing("waiting for the last evaluation")
-        self._finish_evaluations(stop)
+        if not self._finish_evaluations(stop) and self._left_of_grace_s(stop) is not None:
+            outcome = self._end_early(stop)
+            # The next learner makes the evaluation. Without these weights it could not, and the model is worth more.
+            if self._checkpointed == self.policy_version:
+                return outcome
         self._save_model()
         # After the model, which is worth more where the disk has room for one of them.
         if self.config.train.checkpoint_interval:
@@ -257,9 +261,12 @@ class TrainingLoop:
         self.wake_hub()
         phases.begin("checkpoint")
 
-    def _finish_evaluations(self, stop: StopRequest) -> None:
-        """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, and `rollout.lease_timeout_s`
-        without an answer."""
+    def _finish_evaluations(self, stop: StopRequest) -> bool:
+        """Return whether no evaluation is missing.
+
+        Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, and `rollout.lease_timeout_s`
+        without an answer.
+        """
         answered_at, num_answers = time.monotonic(), self.dispatcher.num_evaluation_answers()
         while not self.dispatcher.wait_evaluations(WAIT_S):
             # The other ranks wait for a command meanwhile, but only `COMMAND_TIMEOUT_S`.
@@ -269,7 +276,8 @@ class TrainingLoop:
                 answered_at = time.monotonic()
             if stop or time.monotonic() > answered_at + self.config.rollout.lease_timeout_s:
                 logger.warning("the last evaluation was not finished in time: %s", self.dispatcher.waiting_for())
-                return
+                return False
+        return True
 
 
 def _passes(interval: int, before: int, after: int) -> bool:

@@ -502,6 +502,18 @@ def test_last_evaluation_is_given_up_on_a_signal_and_after_a_leases_time(signal_
     assert bench.calls[-1] == "save run/model"
 
 
+@pytest.mark.parametrize(("interval", "outcome", "saved"), [(100, "paused", []), (0, "finished", ["run/model"])])
+def test_run_whose_machine_is_taken_away_during_the_last_evaluation_is_paused_if_it_can_go_on(
+    interval: int, outcome: str, saved: list[str]
+) -> None:
+    bench = Bench(num_steps=1, checkpoint_interval=interval, grace_s=CHECKPOINT_S + 100.0)
+    bench.dispatcher.num_evaluation_waits = 1000
+    bench.dispatcher.signal_at = bench.clock.now + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) + TRAIN_S + 3.0
+    assert bench.learner.run(bench.stop) == outcome
+    assert bench.calls_of("checkpoint") == (["1"] if outcome == "paused" else [])
+    assert bench.calls_of("save") == saved
+
+
 def test_last_evaluation_has_a_leases_time_after_each_answer() -> None:
     bench = Bench(num_steps=1)
     bench.dispatcher.num_evaluation_waits, bench.dispatcher.answers_stop_after = 1000, 300
