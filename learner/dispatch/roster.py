@@ -199,10 +199,6 @@ class Roster:
         """Return the live member of that name."""
         return next((member for member in self._by_peer.values() if member.name == name), None)
 
-    def behind(self, policy_version: int) -> list[Member]:
-        """Return the members whose weights are older than this version."""
-        return [member for member in self if not member.has_version(policy_version)]
-
     # Joining and leaving
 
     def objection(self, peer: bytes, hello: messages.Hello, sender: Sender) -> str | None:

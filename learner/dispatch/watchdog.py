@@ -92,7 +92,7 @@ CAUSES: dict[str, Cause] = {
         "`offbeat status` shows the reason for each.",
     ),
     "weights_behind": Cause(
-        "The staleness bound requires newer weights than the actors with capacity have.",
+        "The staleness bound, or staleness.target, requires newer weights than the actors with capacity have.",
         "Wait for the update. `offbeat status` shows actors that fail to load it.",
     ),
     "held_back": Cause("The staleness bound allows no more leases.", "Raise staleness.max_staleness.", is_usual=True),
@@ -239,12 +239,11 @@ class Watchdog:
 
     def _hold(self) -> Late:
         """Return the reason why a member that can take leases has none."""
+        published, able = self._versions.published, self._desk.with_room(self._roster)
+        if published is not None and able and not any(member.has_version(published) for member in able):
+            return Late("weights_behind", f"weights {published} not yet at: {_names([member.name for member in able])}")
         if not self._desk.is_held_back(self._roster, self._versions.current):
             return Late("granting", "leases are about to be granted")
-        published = self._versions.published
-        behind = [] if published is None else [member.name for member in self._roster.behind(published)]
-        if behind:
-            return Late("weights_behind", f"weights {published} not yet at: {_names(behind)}")
         bound = self._settings.config.staleness.max_staleness
         return Late("held_back", f"the staleness bound admits no lease (staleness.max_staleness = {bound})")
 

@@ -139,15 +139,16 @@ def test_reason_of_a_late_batch_is_named_once_within_a_minute_with_the_end_of_th
     assert told(desk) == [name], "once"
 
 
-def test_weights_that_are_too_old_for_the_bound_are_named() -> None:
-    desk = Desk("staleness.max_staleness=0", "train.groups_per_step=1")
-    actor = Actor(desk, "a").join(capacity=1)
-    (lease,) = actor.leases()
-    actor.answer(lease.lease_id)
-    desk.train()
+@pytest.mark.parametrize("settings", [["staleness.max_staleness=0"], ["staleness.max_staleness=4", "staleness.target=auto"]])
+def test_weights_that_are_too_old_for_the_bound_or_the_target_are_named(settings: list[str]) -> None:
+    desk = Desk(*settings, "train.groups_per_step=1")
+    actor = Actor(desk, "a").join(capacity=2)
+    for lease in actor.leases():
+        actor.answer(lease.lease_id)
+        desk.train()
     wait(desk, 2 * LATE_S, actor)
     assert told(desk) == ["weights_behind"]
-    assert desk.status().waiting_for == "0 of 1 groups ready; weights 1 not yet at: a"
+    assert desk.status().waiting_for == f"0 of 1 groups ready; weights {desk.versions.current} not yet at: a"
 
 
 def test_groups_that_are_all_dropped_as_alike_are_named() -> None:
