@@ -306,10 +306,16 @@ def _check_temperatures(config: Config) -> None:
 
 
 def _check_launch(config: Config) -> None:
-    launch = config.launch
-    if launch.num_actors > config.hub.max_actors:
-        problem = f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}"
-        raise SettingError("launch.num_actors", launch.num_actors, problem, "Lower it, or raise hub.max_actors.")
+    launch, scale = config.launch, config.scale
+    numbers = {
+        "launch.num_actors": launch.num_actors,
+        "scale.actors": scale.actors,
+        "scale.max": scale.max if scale.auto else None,
+    }
+    for setting, number in numbers.items():
+        if number is not None and number > config.hub.max_actors:
+            problem = f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}"
+            raise SettingError(setting, number, problem, "Lower it, or raise hub.max_actors.")
     if launch.actor_gpus and len(launch.actor_gpus) != launch.num_actors:
         problem = f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}"
         cure = "Give one list of GPUs per actor, or leave it empty."

@@ -80,6 +80,8 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["rollout.temperature=0.009"], ["rollout.temperature = 0.009", "vLLM samples at 0.01 instead"]),
         (["evaluation.temperature=1e-9"], ["evaluation.temperature = 1e-09", "Give 0.01 or more"]),
         (["launch.num_actors=2000"], ["launch.num_actors = 2000", "hub.max_actors = 1024"]),
+        (["scale.actors=5", "hub.max_actors=4"], ["scale.actors = 5", "hub.max_actors = 4"]),
+        (["scale.auto=true", "scale.max=5", "hub.max_actors=4"], ["scale.max = 5", "hub.max_actors = 4"]),
         (["launch.num_actors=100000000"], ["launch.num_actors = 100000000", "hub.max_actors"]),
         (["launch.learner_processes=2", "launch.learner_gpus=[0, 0]"], ["launch.learner_gpus = [0, 0]", "GPU 0", "twice"]),
         (["launch.actor_gpus=[[1, 1]]"], ["launch.actor_gpus = [1, 1]", "twice"]),

@@ -165,5 +165,7 @@ def test_operator_changes_how_many_actors_are_wanted_and_an_ended_run_wants_none
     assert desk.status().actors_wanted == 3
     desk.dispatcher.tune({"scale.actors": "8"}, "me@host")
     assert desk.status().actors_wanted == 8
+    assert "hub.max_actors = 100" in desk.tune(scale__actors="101").error, "their learner would refuse them"
+    assert desk.status().actors_wanted == 8
     desk.dispatcher.stop("finished")
     assert desk.status().actors_wanted == 0
