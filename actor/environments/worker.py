@@ -207,6 +207,9 @@ def run_worker(end: socket.socket) -> NoReturn:
     """Serve the actor at the other end until it closes the pipe. Call it in a child that has no thread."""
     guard_session()
     prepare_environment()
+    # The endpoint is on this machine, whatever proxy agents need for the rest of the world.
+    there = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{there},127.0.0.1" if there else "127.0.0.1"
     sys.stdout, sys.stderr = PrintedText(sys.stdout), PrintedText(sys.stderr)
     asyncio.run(serve(end))
     # Tasks of the user's that ignore their cancellation must not keep the process.

@@ -64,9 +64,6 @@ def host_variables(secrets: str = "") -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_") or name == "OFFBEAT_GUARD"
     }
     variables.pop(secrets, None)
-    # The endpoint is on this machine, whatever proxy the environment needs for the rest of the world.
-    there = variables.get("no_proxy") or variables.get("NO_PROXY")
-    variables["no_proxy"] = variables["NO_PROXY"] = f"{there},127.0.0.1" if there else "127.0.0.1"
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         variables.pop(name, None)
     return variables

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 FUNCTIONS = """
 import asyncio, os, subprocess, threading, time
+import httpx
 
 all_here = threading.Barrier(100)
 kept = []
@@ -63,6 +64,11 @@ async def play(chat, row):
         raise SystemExit("bye")
     if kind == "text":
         return "good"
+    if kind == "proxy":
+        os.environ["http_proxy"] = "http://127.0.0.1:9"
+        async with httpx.AsyncClient() as client:
+            del os.environ["http_proxy"]
+            return float((await client.get(f"{chat.url}/models")).status_code == 200)
     if kind == "metrics":
         chat.metric("bytes", 6e5)
         chat.metric("characters", 6e5)
@@ -302,6 +308,11 @@ def test_episode_without_room_whose_metric_has_a_wrong_name_fails_at_once(worker
     (failed,) = next_news(workers)
     assert isinstance(failed, Failed)
     assert "'tool calls'" in failed.detail
+
+
+def test_agent_behind_a_proxy_reaches_its_endpoint(workers: Workers) -> None:
+    play(workers, "1/0/0", "proxy")
+    assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts={"repeated_requests": 0.0}, is_out_of_room=False)]
 
 
 def test_metrics_are_no_part_of_the_sum_that_a_reward_is(workers: Workers) -> None:
