@@ -261,7 +261,8 @@ class ActorService:
                 self._is_awake = self._gpu.look()
 
     def _commit_weights(self) -> None:
-        """Report the end of a weight transfer; after a success, swap the weights in."""
+        """Report the end of a weight transfer; after a success, swap the weights in. Score the model's files before."""
+        self._weights.score_files()
         outcome = self._weights.outcome()
         if outcome is None:
             return

@@ -37,7 +37,8 @@ class WeightUpdates:
     _receiver: WeightReceiver | None = None
     _canary: list[int] = field(default_factory=list)
     _file_logprobs: NDArray[np.float32] | None = None
-    """Log-probs of the canary under the model's files; None before the first `join`."""
+    """Log-probs of the canary under the model's files; None before the first `score_files`."""
+    _owes_file_score: bool = False
 
     @property
     def is_busy(self) -> bool:
@@ -47,19 +48,29 @@ class WeightUpdates:
     def join(self, layout: tuple[messages.TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
         """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt.
 
-        Sends the score of the canary under the model's files, if there are some; the engine holds them until its first update.
+        The engine may sleep. Call `score_files` once it is awake.
         """
         self._canary = canary
-        if self._engine.policy_version is None and self._engine.info.has_weight_files:
-            with self._staying_in_touch():
-                self._file_logprobs = self._engine.score(canary).logprobs
-        if self._file_logprobs is not None:
-            self._send(messages.FilesScored(), self._file_logprobs)
+        self._owes_file_score = True
         if self._receiver is not None and self._receiver.layout == layout and not is_another_learner:
             return
         # Weights from the learner before must not be committed under a version number of this one.
         self.close()
         self._receiver = WeightReceiver(layout, self._open_pull_link)
+
+    def score_files(self) -> None:
+        """Send the learner that has welcomed this actor the score of the canary under the model's files, if there are some.
+
+        The engine holds them until its first update.
+        """
+        if not self._owes_file_score:
+            return
+        self._owes_file_score = False
+        if self._engine.policy_version is None and self._engine.info.has_weight_files:
+            with self._staying_in_touch():
+                self._file_logprobs = self._engine.score(self._canary).logprobs
+        if self._file_logprobs is not None:
+            self._send(messages.FilesScored(), self._file_logprobs)
 
     def announce(self, update: messages.WeightUpdate | messages.WeightPull) -> None:
         """Start to receive an update."""

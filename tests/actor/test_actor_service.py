@@ -6,7 +6,7 @@ from typing import Literal, cast
 import pytest
 
 from offbeat.common.processes.gpu_turn import EngineTurns
-from offbeat.protocols.messages import Ack, Credit, CreditLimit, Goodbye, GroupDone, LeaseFailed, SayHello, Stop
+from offbeat.protocols.messages import Ack, Credit, CreditLimit, FilesScored, Goodbye, GroupDone, LeaseFailed, SayHello, Stop
 from tests.actor.actor_harness import CANARY, LEAVE_WITHIN_S, Learner, actor_of, eventually
 
 
@@ -83,6 +83,16 @@ def test_actor_steps_no_engine_that_sleeps_and_stays_in_touch(learner: Learner) 
         turns.is_awake = True
         assert learner.wait(GroupDone).lease_id == 2
         learner.send(Ack(lease_id=2, outcome="accepted"))
+
+
+def test_actor_that_is_welcomed_while_its_engine_sleeps_scores_its_files_when_it_wakes(learner: Learner) -> None:
+    turns = Turns()
+    turns.is_awake = False
+    with actor_of(learner, policy_version=None, gpu=cast(EngineTurns, turns)):
+        learner.welcome()
+        assert learner.hears_no(FilesScored, 0.1)
+        turns.is_awake = True
+        learner.wait(FilesScored)
 
 
 @pytest.mark.parametrize("leave", ["finish", "return"])

@@ -164,7 +164,8 @@ def test_heartbeats_go_on_in_a_long_commit_until_it_counts_as_hanging(
 
     with actor_of(learner, policy_version=None, heartbeat_s=0.02) as actor, published(0, torch.ones(3, 2), learner) as update:
         learner.welcome()
-        # Not before: the actor scores the model's files at its welcome.
+        # Not before: the actor scores the model's files after its welcome.
+        learner.wait(FilesScored)
         monkeypatch.setattr(FakeEngine, phase, work_long)
         learner.send(update)
         eventually(is_busy.is_set, learner)
@@ -293,6 +294,7 @@ def test_every_update_is_received_and_committed_not_only_the_first(bench: Bench)
 
 def test_score_of_the_files_is_made_before_the_first_update_and_sent_to_each_learner(bench: Bench) -> None:
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
+    bench.updates.score_files()
     assert bench.file_scores == [[-6, -7]]
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
@@ -300,6 +302,8 @@ def test_score_of_the_files_is_made_before_the_first_update_and_sent_to_each_lea
     bench.updates.commit(1)
     bench.engine.logprob_offset = 0.5
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=True)
+    bench.updates.score_files()
+    bench.updates.score_files()
     assert bench.file_scores == [[-6, -7]] * 2, "the engine has other weights now: its score then is sent again"
 
 
