@@ -21,7 +21,9 @@ from offbeat.protocols.text import plain
 logger = logging.getLogger(__name__)
 
 CONNECTION_S = 5.0
-"""Longest time from a connection to the end of its answer, in seconds."""
+"""Longest time from a connection to its answer, in seconds."""
+ANSWER_S = 120.0
+"""Longest time that a client may take to receive its answer: the largest, of 5 MB, comes through a line of 0.4 Mbit/s."""
 LOOK_S = 0.1
 """Seconds between two looks at the time limits of connections, and at the request to end."""
 MAX_CONNECTIONS = 32
@@ -98,6 +100,12 @@ class _Server(ThreadingHTTPServer):
                 self._hang_up(next(iter(self._deadlines)))
         super().process_request(request, client_address)
 
+    def allow_answer(self, connection: socket.socket) -> None:
+        """Give a connection the time for its answer."""
+        with self._lock:
+            if connection in self._deadlines:
+                self._deadlines[connection] = time.monotonic() + ANSWER_S
+
     def service_actions(self) -> None:
         """Hang up on connections whose time is over. The server calls this every `LOOK_S`."""
         with self._lock:
@@ -125,7 +133,10 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        response = self._respond()
+        server = self.server
+        assert isinstance(server, _Server)
+        response = self._respond(server)
+        server.allow_answer(self.connection)
         self.send_response(response.status)
         for name, value in (
             ("Content-Type", response.content_type),
@@ -144,9 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     def version_string(self) -> str:
         return "offbeat"
 
-    def _respond(self) -> Response:
-        server = self.server
-        assert isinstance(server, _Server)
+    def _respond(self, server: _Server) -> Response:
         # A page elsewhere can point a name of its own at this machine, and read what the browser may.
         if server.is_local and _host_of(self.headers.get("Host", "")) not in LOOPBACK:
             return Response(b"this server answers requests to localhost only\n", status=403)

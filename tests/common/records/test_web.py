@@ -124,6 +124,20 @@ def test_connection_is_closed_at_its_time_limit_however_often_it_sends(monkeypat
             pytest.fail("the connection was open for 10 s")
 
 
+def test_client_with_a_slow_line_gets_a_large_answer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "CONNECTION_S", 0.3)
+    # More than the system holds for a client that has not read it yet.
+    content = b"x" * (16 << 20)
+    with (
+        WebServer("metrics.bind", "127.0.0.1:0", {"/plotly.js": lambda: Response(content)}) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as slow,
+    ):
+        slow.sendall(b"GET /plotly.js HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        time.sleep(1.0)
+        with slow.makefile("rb") as answer:
+            assert answer.read().endswith(b"\r\n\r\n" + content)
+
+
 def test_silent_client_does_not_hold_the_end(server: WebServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)):
         assert get(server, "/")[0] == 200
