@@ -192,7 +192,8 @@ def set_aside_failed_start(folder: Path) -> Path | None:
         return None
     aside = folder / FAILED_STARTS
     aside.mkdir(exist_ok=True)
-    target = aside / str(1 + sum(1 for _ in aside.iterdir()))
+    # The user may have deleted earlier ones.
+    target = aside / str(1 + max((int(path.name) for path in aside.iterdir() if path.name.isdecimal()), default=0))
     target.mkdir()
     for path in (folder / name for name in _OF_A_START):
         if path.exists():

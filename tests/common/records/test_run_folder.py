@@ -149,6 +149,13 @@ def test_start_without_a_step_is_set_aside_whole_and_the_next_one_beside_it(tmp_
     assert set_aside_failed_start(tmp_path) is None, "an empty file is worth nothing"
 
 
+def test_failed_start_is_set_aside_where_the_user_has_deleted_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / "failed-starts" / "3").mkdir(parents=True)
+    (tmp_path / "failed-starts" / "notes.txt").touch()
+    (tmp_path / "log").mkdir()
+    assert set_aside_failed_start(tmp_path) == tmp_path / "failed-starts" / "4"
+
+
 def test_error_of_a_file_of_the_run_names_setting_file_reason_and_cure(tmp_path: Path) -> None:
     file = tmp_path / "log" / "00000001.log"
     said = f"run.dir = {tmp_path}: {file}: Input/output error. Repair the disk, or remove what is in the way; then run.resume"
