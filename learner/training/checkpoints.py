@@ -154,7 +154,7 @@ def prune(root: Path, *, keep: int) -> None:
         if folder not in kept:
             _delete(folder)
     for folder in root.glob("step-*.partial"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_evaluation(root: Path, policy_version: int, reward: float) -> None:
@@ -199,4 +199,5 @@ def _delete(folder: Path) -> None:
     doomed = folder.with_name(folder.name + ".deleted.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    # On NFS a file that a process of this machine still reads stays until it is closed. `prune` deletes the rest later.
+    shutil.rmtree(doomed, ignore_errors=True)

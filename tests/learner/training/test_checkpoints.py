@@ -1,5 +1,7 @@
 """Checkpoint folders are whole or ignored, and pruned from the oldest."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,27 @@ def test_whole_checkpoints_are_all_but_the_half_written(tmp_path):
     folders = {write(tmp_path, version) for version in (1, 3)}
     checkpoints.partial_folder(checkpoints.checkpoint_folder(tmp_path, 2)).mkdir()
     assert set(checkpoints.whole(tmp_path)) == folders
+
+
+def test_file_that_is_still_read_on_nfs_keeps_no_checkpoint_from_being_replaced_or_deleted(tmp_path, monkeypatch):
+    write(tmp_path, 1, "old")
+    rmdir = os.rmdir
+
+    def rmdir_on_nfs(path: str | Path, *, dir_fd: int | None = None) -> None:
+        # NFS renames a deleted file that a process of this machine has open, and its folder is not empty until then.
+        if str(path).endswith(".deleted.partial"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        rmdir(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as of_reader:
+        of_reader.setattr(os, "rmdir", rmdir_on_nfs)
+        replaced = write(tmp_path, 1, "new")
+        assert (replaced / "weights").read_text() == "new"
+        newest = write(tmp_path, 2)
+        checkpoints.prune(tmp_path, keep=1)
+        assert checkpoints.whole(tmp_path) == [newest]
+    checkpoints.prune(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [newest]
 
 
 def test_extra_is_read_as_it_was_written(tmp_path):
