@@ -163,6 +163,10 @@ def _check_advantage(config: Config) -> None:
         )
         cure = 'Set it to at least 2, or set advantage.baseline="zero" for advantages without a baseline.'
         raise SettingError("rollout.group_size", 1, problem, cure)
+    if config.rollout.group_size == 1 and config.reward.norm_mean == "group":
+        problem = "with rollout.group_size = 1 a reward minus the mean of its group is 0: nothing would be learned"
+        cure = 'Set it to "batch", "running" or "none", or set rollout.group_size to at least 2.'
+        raise SettingError("reward.norm_mean", "group", problem, cure)
     if config.rollout.group_size == 1 and config.loss.zero_variance == "drop":
         problem = "with rollout.group_size = 1 the rewards of every group are equal, so every group would be dropped"
         raise SettingError("loss.zero_variance", "drop", problem, 'Set it to "count", or set rollout.group_size to at least 2.')

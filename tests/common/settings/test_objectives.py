@@ -242,6 +242,7 @@ REFUSALS = [
     Refusal(["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned", 'advantage.baseline="zero"']),
     # `none` is the default: the group's mean.
     Refusal(["rollout.group_size=1", "advantage.baseline=none"], ["with advantage.baseline = 'group'"]),
+    Refusal(["loss.objective=sao", "rollout.group_size=1", "reward.norm_mean=group"], ['reward.norm_mean = "group"', "is 0"]),
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
     Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
     Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),
