@@ -7,6 +7,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.loading import load
 
 KEYS = ("hub.key=keys/{name}.key", "hub.learner_key=keys/learner.pub", "hub.allowed_keys=keys/allowed_keys")
+OWN_TRUNK = ("loss.objective=sao", "critic.trunk=own")
 GOOD = ("model.path=some/model", "data.train_data=train.jsonl")
 
 
@@ -45,6 +46,11 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["staleness.auto=true", "staleness.staleness_policy=drop"], ["staleness.auto = true", 'staleness_policy="gate"']),
         (["staleness.staleness_policy=abort", "staleness.lag_of=token_mean"], ["staleness.lag_of", "younger", "oldest_token"]),
         (["train.num_steps=10", "train.warmup_steps=11"], ["train.warmup_steps = 11"]),
+        (
+            [*OWN_TRUNK, "train.num_steps=10", "critic.alone_until=10"],
+            ["critic.alone_until = 10", "train.num_steps = 10", "Set it below 10"],
+        ),
+        ([*OWN_TRUNK, "critic.alone_until=20", "train.warmup_steps=20"], ["train.warmup_steps = 20", "critic.alone_until"]),
         (["train.adam_betas=[0.9, 1.0]"], ["train.adam_betas"]),
         (["train.compile=on", "model.dtype=float32"], ['train.compile = "on"', "float32", '"auto" or "off"']),
         (["train.compile=on", "train.zero_stage=3"], ['train.compile = "on"', "train.zero_stage = 3"]),
@@ -124,6 +130,8 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
     [
         ["loss.anchor=proximal", "train.steps_per_batch=2"],
         ["train.steps_per_batch=4", "staleness.max_staleness=3"],
+        [*OWN_TRUNK, "train.num_steps=10", "critic.alone_until=9"],
+        [*OWN_TRUNK, "critic.alone_until=20", "train.warmup_steps=30"],
         # Weights are sent after every batch.
         ["train.steps_per_batch=4", "weights.interval=3", "staleness.max_staleness=3"],
         ["staleness.max_staleness=0", "staleness.hard_max_staleness=0"],
