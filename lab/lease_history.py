@@ -8,7 +8,7 @@ Samples, traces, replays and fits of timings read leases through this module. `l
 checks the accounts that everybody else trusts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -28,6 +28,8 @@ class LeaseHistory(msgspec.Struct):
     over: Dropped | Expired | None = None
     trained: Trained | None = None
     """The batch with the lease's group; None while no batch in the weights has it."""
+    epochs: int = 1
+    """`train.epochs_per_batch`."""
 
     @property
     def outcome(self) -> Outcome:
@@ -66,12 +68,19 @@ class LeaseHistory(msgspec.Struct):
         return max(0.0, last.at - self.granted_at)
 
     @property
-    def step(self) -> int | None:
-        """The optimizer step that trained on the group, from 1; it made the policy version of this number."""
+    def steps(self) -> Sequence[int]:
+        """The optimizer steps that trained on the group, from 1, one in each epoch; each made the version of its number."""
         if self.trained is None:
-            return None
-        batch = self.trained
-        return batch.policy_version + 1 + batch.lease_ids.index(self.lease_id) * batch.num_steps // len(batch.lease_ids)
+            return ()
+        batch, first = self.trained, self.trained.policy_version + 1
+        of_epoch = batch.num_steps // self.epochs
+        place = batch.lease_ids.index(self.lease_id) * of_epoch // len(batch.lease_ids)
+        return range(first + place, first + batch.num_steps, of_epoch)
+
+    @property
+    def step(self) -> int | None:
+        """The last optimizer step that trained on the group."""
+        return self.steps[-1] if self.steps else None
 
     @property
     def policy_lag(self) -> int | None:
@@ -113,7 +122,9 @@ class LeaseHistory(msgspec.Struct):
 class LeaseHistories:
     """The leases and batches of a run, event by event."""
 
-    def __init__(self, events: Iterable[LeaseEvent] = ()) -> None:
+    def __init__(self, events: Iterable[LeaseEvent] = (), *, epochs: int = 1) -> None:
+        """`epochs` is `train.epochs_per_batch`, by which the leases know their steps."""
+        self._epochs = epochs
         self.by_lease: dict[int, LeaseHistory] = {}
         """Leases in the order of the first event that the log has of each."""
         self.batches: list[Trained] = []
@@ -130,7 +141,7 @@ class LeaseHistories:
                 self.run_id = event.run_id
                 self._undo(event.policy_version)
             case Granted():
-                self.by_lease[event.lease_id] = LeaseHistory(event.lease_id, event)
+                self.by_lease[event.lease_id] = LeaseHistory(event.lease_id, event, epochs=self._epochs)
             case Accepted():
                 self._lease(event.lease_id).accepted = event
             case Dropped() | Expired():
@@ -150,7 +161,7 @@ class LeaseHistories:
                     yield self.by_lease[lease_id]
 
     def _lease(self, lease_id: int) -> LeaseHistory:
-        return self.by_lease.setdefault(lease_id, LeaseHistory(lease_id))
+        return self.by_lease.setdefault(lease_id, LeaseHistory(lease_id, epochs=self._epochs))
 
     def _undo(self, version: int) -> None:
         """Take back the batches behind the checkpoint that a learner began from: their groups are trained on again."""

@@ -78,7 +78,7 @@ class SampledGroup(msgspec.Struct, frozen=True):
     """A trained group, decoded."""
 
     step: int
-    """The policy version that the optimizer step made."""
+    """The policy version that the last optimizer step on the group made."""
     policy_lag: int
     lease_id: int
     prompt_id: int | None
@@ -99,7 +99,7 @@ def read_samples(run: Path, request: SamplesRequest) -> list[SampledGroup]:
         )
         cure = "Its report shows some samples: offbeat report RUN. Runs with log.enabled=true keep all completions."
         raise SettingError("RUN", str(run), problem, cure)
-    leases, positions = LeaseHistories(), dict[int, Position]()
+    leases, positions = LeaseHistories(epochs=config.train.epochs_per_batch), dict[int, Position]()
     for record in read_log(folder):
         leases.take(record.event)
         if isinstance(record.event, Accepted):
@@ -120,7 +120,7 @@ def choose(groups: Sequence[LeaseHistory], request: SamplesRequest) -> list[Leas
     found = [
         group
         for group in reversed(groups)
-        if request.step in (None, group.step) and request.prompt_id in (None, group.prompt_id)
+        if (request.step is None or request.step in group.steps) and request.prompt_id in (None, group.prompt_id)
     ]
     if request.order == "best":
         found.sort(key=lambda group: -max(group.rewards))

@@ -23,6 +23,7 @@ from offbeat.common.records.rows import CommitRow, PullRow, StepRow, WeightsRow
 from offbeat.common.records.run_folder import LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
+from offbeat.lab.run_summary import read_settings
 from offbeat.learner.leases.events import Trained
 from offbeat.learner.leases.log_reading import read_log
 
@@ -74,7 +75,8 @@ def read_trace(run: Path, request: TraceRequest) -> Trace:
     """Return the trace that is asked for; raise `SettingError` for a run without a log or such groups."""
     if not (run / LOG).is_dir():
         raise SettingError("RUN", str(run), "it has no rollout log", "Runs with log.enabled=true can be traced.")
-    leases = LeaseHistories(record.event for record in read_log(run / LOG))
+    epochs = int(read_settings(run).number("train", "epochs_per_batch") or 1)
+    leases = LeaseHistories((record.event for record in read_log(run / LOG)), epochs=epochs)
     of_actors: defaultdict[str, list[TraceSpan]] = defaultdict(list)
     for lease in choose(leases, lease=request.lease, step=request.step, slowest=request.slowest):
         of_actors[lease.actor].append(lease_span(lease))
@@ -107,7 +109,8 @@ def choose(leases: LeaseHistories, *, lease: int | None, step: int | None, slowe
         if lease not in granted:
             raise SettingError("--lease", lease, "the log has no such lease", "It keeps log.retain_mb of the newest groups.")
         return [granted[lease]]
-    trained = [history for history in granted.values() if history.trained is not None and step in (None, history.step)]
+    # A group that was not trained on has no steps.
+    trained = [history for history in granted.values() if history.steps and (step is None or step in history.steps)]
     if not trained:
         option = ("--slowest", slowest) if step is None else ("--step", step)
         raise SettingError(*option, "the log has no group that was trained on then", "Name a step that the log still has.")

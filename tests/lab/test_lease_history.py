@@ -16,6 +16,15 @@ def test_history_has_the_group_its_step_and_its_lag() -> None:
     assert [lease.lease_id for lease in leases.trained_groups()] == [2, 1]
 
 
+def test_group_of_several_epochs_has_a_step_in_each_and_the_lag_of_the_last() -> None:
+    events = [granted(1, 0.0), granted(2, 0.0), accepted(1, 1.0, 1.0), accepted(2, 2.0, 1.0)]
+    # Two epochs of two steps each: 6 and 7, then 8 and 9.
+    leases = LeaseHistories([*events, trained(5, 2, 1, selected_at=3.0, at=4.0, num_steps=4)], epochs=2)
+    first, second = leases.by_lease[1], leases.by_lease[2]
+    assert ([*first.steps], first.step, first.policy_lag) == ([7, 9], 9, 6)
+    assert ([*second.steps], second.step, second.policy_lag) == ([6, 8], 8, 5)
+
+
 def test_leases_without_a_group_have_ended_or_are_in_flight() -> None:
     ends = [Expired(at=2.0, lease_id=1, reason="late"), Dropped(at=3.0, lease_id=2, reason="stale", is_final=False)]
     leases = LeaseHistories([granted(1, 0.0), granted(2, 0.0), granted(3, 0.0), *ends])

@@ -10,6 +10,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import read_run_config
 from offbeat.common.settings.config import Config, DataSection, ModelSection, RunSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
@@ -168,6 +169,16 @@ def test_groups_are_chosen_by_order_step_and_prompt(run: Run) -> None:
     assert lease_ids(SamplesRequest(order="worst")) == [2, 3, 0, 1]
     assert lease_ids(SamplesRequest(prompt_id=1)) == [1]
     assert lease_ids(SamplesRequest(num_groups=1)) == [3]
+
+
+@pytest.mark.slow
+def test_groups_of_a_step_of_any_epoch_are_shown(run: Run) -> None:
+    config = read_run_config(run.folder)
+    train = msgspec.structs.replace(config.train, steps_per_batch=1, epochs_per_batch=2, groups_per_step=2)
+    (run.folder / "config.toml").write_text(resolved_toml(msgspec.structs.replace(config, train=train)))
+    for step in (1, 2):
+        groups = read_samples(run.folder, SamplesRequest(step=step))
+        assert [(group.lease_id, group.step, group.policy_lag) for group in groups] == [(1, 2, 1), (0, 2, 1)]
 
 
 @pytest.mark.slow
