@@ -17,7 +17,6 @@ from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
 from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Program, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
-from offbeat.common.errors import one_line
 from offbeat.common.processes.environment import num_cores
 
 LEAST_MEMORY_MB = 64
@@ -96,7 +95,7 @@ class Local:
                 return run_program(launch, program, self._folders, stop)
         except OSError as error:
             # The machine has no room for one more process or file now, which says nothing about the program.
-            raise RewardUnavailable(f"the sandbox cannot start a program: {one_line(error)}") from error
+            raise RewardUnavailable(f"the sandbox cannot start a program: {error}") from error
 
     def _chosen(self) -> Backend:
         with self._lock:
