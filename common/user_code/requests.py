@@ -142,6 +142,6 @@ def arguments_of(arguments: str) -> object:
     """Return the arguments of a tool call, which are JSON as a rule; the text itself where they are none."""
     try:
         return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # The model may write arguments that are no JSON.
         return arguments

@@ -126,6 +126,6 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return a tool's arguments as an object; those that are none, which the model may write, in one."""
     try:
         value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

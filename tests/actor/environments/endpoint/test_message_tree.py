@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.actor.environments.endpoint.anthropic_messages import ANTHROPIC_MESSAGES
+from offbeat.actor.environments.endpoint.calls import Call, ModelAnswer
 from offbeat.actor.environments.endpoint.session import MessageTree, key_of
-from offbeat.common.user_code.requests import Message
+from offbeat.common.user_code.requests import Message, for_template, function_call
 
 
 def user(text: str) -> Message:
@@ -117,3 +119,13 @@ def next_request(history: list[Message], kind: str, which: int, word: str) -> li
 )
 def test_messages_that_are_the_same_to_the_model(one: Message, other: Any, is_same: bool) -> None:
     assert (key_of(one) == key_of(other)) is is_same
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[" * 5000 + "]" * 5000], ids=["open", "closed"])
+def test_arguments_nested_beyond_what_json_is_read_to_are_text(arguments: str) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [function_call("a", "add", arguments)]}
+    assert key_of(message) != key_of({**message, "tool_calls": [function_call("a", "add", "[]")]})
+    assert for_template(message)["tool_calls"][0]["function"]["arguments"] == arguments
+    turn = ModelAnswer("1", 0, message, "tool_calls", 1, 1)
+    (block,) = ANTHROPIC_MESSAGES.write(Call("m", (), (), None, False, False), turn)["content"]
+    assert block["input"] == {"arguments": arguments}
