@@ -19,7 +19,7 @@ class Sample(NamedTuple):
     """One completion, with all that a reward may want to know."""
 
     prompt: str
-    """The prompt as text, with the chat template where `data.chat_template` is set."""
+    """The prompt as text, without the chat template; of a conversation, the content of its last message."""
     completion: str
     """The completion as text, without special tokens."""
     row: dict[str, Any]
