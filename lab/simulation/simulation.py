@@ -310,13 +310,13 @@ class Simulation:
             self._scaling.observe(self._clock.seconds, self._waited_s, self._policy, self._policy_version)
             self._reconcile(self._scaling)
         self._clock.schedule_after(self._timings.rest_s, EventKind.REST_ENDS)
-        lags = (self._policy.trained_at(began_at, index) - group.oldest_version for index, group in enumerate(groups))
+        trained = [(group, self._policy.trained_at(began_at, index)) for index, group in enumerate(groups)]
         return SimulatedBatch(
             policy_version=self._policy_version,
             ended_at=self._clock.seconds,
             waited_s=self._waited_s,
-            lags=dict(Counter(lags)),
-            num_over_bound=self._policy.count_over_bound(groups, began_at),
+            lags=dict(Counter(trained_at - group.oldest_version for group, trained_at in trained)),
+            num_over_bound=sum(self._policy.count_over_bound([group], trained_at) for group, trained_at in trained),
             totals=replace(self._account.totals),
         )
 

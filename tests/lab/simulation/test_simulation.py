@@ -60,10 +60,16 @@ def run(
     evaluation: tuple[int, int] = NO_EVALUATION,
     policy: type[StalenessPolicy] = StalenessPolicy,
     steps_per_batch: int = 1,
+    epochs_per_batch: int = 1,
     seed: int = 0,
 ) -> list[SimulatedBatch]:
     """`evaluation` is interval and number of prompts, each with one completion."""
-    train = TrainSection(num_steps=num_steps, groups_per_step=groups_per_step, steps_per_batch=steps_per_batch)
+    train = TrainSection(
+        num_steps=num_steps,
+        groups_per_step=groups_per_step,
+        steps_per_batch=steps_per_batch,
+        epochs_per_batch=epochs_per_batch,
+    )
     interval, num_prompts = evaluation
     simulation = Simulation(
         policy(bounds, train),
@@ -245,6 +251,22 @@ def test_several_steps_on_one_selection_age_its_groups() -> None:
     assert [batch.policy_version for batch in batches] == [2, 4]
     assert batches[0].lags == {0: 2, 1: 2}
     assert batches[0].ended_at == 3.0
+
+
+def test_group_is_over_the_bound_by_the_lag_that_it_is_counted_with() -> None:
+    completions_s = np.random.default_rng(0).lognormal(0.0, 1.0, (400, 1)).tolist()
+    batches = run(
+        make_timings(completions_s, train_s=0.1),
+        Fleet(3, 32),
+        bounds=bound(8),
+        groups_per_step=8,
+        num_steps=120,
+        steps_per_batch=2,
+        epochs_per_batch=2,
+    )
+    over = [sum(number for lag, number in batch.lags.items() if lag > 8) for batch in batches]
+    assert [batch.num_over_bound for batch in batches] == over
+    assert sum(over) > 0
 
 
 def seed_that_draws(*drawn: int) -> int:
