@@ -134,10 +134,6 @@ def _check_steps(config: Config) -> None:
     if alone_until >= train.num_steps:
         problem = f"the policy would never learn: the run ends at train.num_steps = {train.num_steps}"
         raise SettingError("critic.alone_until", alone_until, problem, f"Set it below {train.num_steps}.")
-    if 0 < train.warmup_steps <= alone_until:
-        problem = f"the policy's learning rate is 0 until critic.alone_until = {alone_until}, when the warm-up would be over"
-        cure = f"Set it above {alone_until}, or to 0 for no warm-up."
-        raise SettingError("train.warmup_steps", train.warmup_steps, problem, cure)
     if 1.0 in train.adam_betas:
         problem = "an average with decay 1 never changes"
         raise SettingError("train.adam_betas", train.adam_betas, problem, "Give two numbers below 1.")

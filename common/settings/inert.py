@@ -120,6 +120,13 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         'critic.trunk = "shared" is trained by the policy\'s optimizer',
         'set critic.trunk="own"',
     )
+    alone_until = config.critic.alone_until
+    yield _Reader(
+        ("train.warmup_steps",),
+        config.train.warmup_steps > alone_until,
+        f"critic.alone_until = {alone_until} keeps the policy's learning rate at 0 until the warm-up is over",
+        f"set it above {alone_until}",
+    )
     yield _Reader(
         ("critic.loss_coef",),
         trunk == "shared",

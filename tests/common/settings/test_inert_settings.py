@@ -51,6 +51,14 @@ def test_cure_of_the_refusal_lets_the_run_begin(setting: str) -> None:
     assert check_before_run(load(None, [*GOOD, "loss.objective=dr_grpo", setting, *READERS[setting]])) == []
 
 
+def test_warm_up_that_is_over_before_the_policy_learns_is_refused() -> None:
+    given = [*GOOD, "loss.objective=sao", "critic.trunk=own", "critic.alone_until=20"]
+    assert check_before_run(load(None, [*given, "train.warmup_steps=21"])) == []
+    with pytest.raises(SettingError, match=r"train.warmup_steps = 20: .*critic.alone_until = 20"):
+        check_before_run(load(None, [*given, "train.warmup_steps=20"]))
+    check_before_run(load(None, [*given, "train.warmup_steps=20", "run.resume=true"]))
+
+
 @pytest.mark.parametrize("objective", ["gspo", "dapo", "sapo", "ppo", "reinforce"])
 def test_settings_that_a_runs_folder_holds_are_not_taken_for_the_users(objective: str, tmp_path) -> None:
     config = load(None, [*GOOD, f"loss.objective={objective}"])

@@ -50,7 +50,6 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
             [*OWN_TRUNK, "train.num_steps=10", "critic.alone_until=10"],
             ["critic.alone_until = 10", "train.num_steps = 10", "Set it below 10"],
         ),
-        ([*OWN_TRUNK, "critic.alone_until=20", "train.warmup_steps=20"], ["train.warmup_steps = 20", "critic.alone_until"]),
         (["train.adam_betas=[0.9, 1.0]"], ["train.adam_betas"]),
         (["train.compile=on", "model.dtype=float32"], ['train.compile = "on"', "float32", '"auto" or "off"']),
         (["train.compile=on", "train.zero_stage=3"], ['train.compile = "on"', "train.zero_stage = 3"]),
@@ -131,7 +130,6 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
         ["loss.anchor=proximal", "train.steps_per_batch=2"],
         ["train.steps_per_batch=4", "staleness.max_staleness=3"],
         [*OWN_TRUNK, "train.num_steps=10", "critic.alone_until=9"],
-        [*OWN_TRUNK, "critic.alone_until=20", "train.warmup_steps=30"],
         # Weights are sent after every batch.
         ["train.steps_per_batch=4", "weights.interval=3", "staleness.max_staleness=3"],
         ["staleness.max_staleness=0", "staleness.hard_max_staleness=0"],
