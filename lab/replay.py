@@ -204,8 +204,8 @@ def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
         for policy in request.policies or (bounds.staleness_policy,):
             changed = {"staleness.max_staleness": str(max_staleness), "staleness.staleness_policy": policy}
             if policy != "gate" and bounds.hard_max_staleness is not None:
-                # A setting of the policy gate alone.
-                changed["staleness.hard_max_staleness"] = "none"
+                # Settings of the policy gate alone. A replay moves no bound by itself.
+                changed |= {"staleness.hard_max_staleness": "none", "staleness.auto": "false"}
             check(replace_settings(config, changed))
             yield changed
 

@@ -146,6 +146,15 @@ def test_other_bounds_and_policies_get_a_row_each(run: Path) -> None:
     assert all(f"  {row.label}  " in text for row in report.bounds)
 
 
+def test_run_whose_bound_moved_by_itself_is_replayed_under_every_policy(run: Path, tmp_path: Path) -> None:
+    config = load(run / "config.toml", ["staleness.auto=true", "staleness.hard_max_staleness=8"])
+    (tmp_path / "config.toml").write_text(resolved_toml(config))
+    (tmp_path / "log").symlink_to(run / "log")
+    report = replay_run(tmp_path, Request(policies=("gate", "drop", "abort")))
+    assert report.differences == []
+    assert [row.lags for row in report.bounds] == [report.recorded.lags] * 3
+
+
 def test_what_cannot_be_told_is_in_the_output(run: Path) -> None:
     report = replay_run(run, Request((0,)))
     text = " ".join(text_of(report).split())
