@@ -35,22 +35,27 @@ def simulate_command(
         typer.Option("--fit", metavar="RUN", help="Take durations from this run. Two runs that differ give a better fit."),
     ] = None,
     completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
-    sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
+    sigma: Annotated[float, typer.Option(min=0, help="Without --fit: standard deviation of its logarithm.")] = 0.5,
     train_s: Annotated[float | None, typer.Option(help="Without --fit: seconds of an optimizer step.")] = None,
-    sync_s: Annotated[float, typer.Option(help="Without --fit: seconds from a step to its weights at the actors.")] = 0.0,
+    sync_s: Annotated[
+        float, typer.Option(min=0, help="Without --fit: seconds from a step to its weights at the actors.")
+    ] = 0.0,
     cores: Annotated[
         int | None,
         typer.Option(
-            help="CPU cores that all services share; 0: each has its own. [default: this machine's, if --fit's run used CPUs]"
+            min=0,
+            help="CPU cores that all services share; 0: each has its own. [default: this machine's, if --fit's run used CPUs]",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes to simulate. Ends earlier if train.num_steps are done.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Minutes to simulate. Ends earlier if train.num_steps are done.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
     scale: Annotated[
         Literal["none", "auto"],
         typer.Option(help="auto: scale.auto changes the number of actors, starting from the first of --actors."),
     ] = "none",
-    start_s: Annotated[float, typer.Option(help="For --scale auto: seconds that an actor takes to start.")] = 60.0,
+    start_s: Annotated[float, typer.Option(min=0, help="For --scale auto: seconds that an actor takes to start.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Predict throughput, idle time and staleness for other bounds and numbers of actors, without training.

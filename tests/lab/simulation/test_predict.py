@@ -162,6 +162,13 @@ def test_command_says_what_it_predicts_and_what_it_assumes(tmp_path: Path) -> No
     assert "655" in shown
 
 
+@pytest.mark.parametrize("option", ["--seed", "--sigma", "--sync-s", "--start-s", "--minutes", "--cores"])
+def test_command_refuses_numbers_below_0(option: str) -> None:
+    told = CliRunner().invoke(make_app(), ["simulate", option, "-1"])
+    assert told.exit_code == 2
+    assert option in told.stderr
+
+
 def test_each_figure_stands_under_its_heading(capsys: pytest.CaptureFixture[str]) -> None:
     made_up = Prediction(
         num_actors=3,
