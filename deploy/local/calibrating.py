@@ -47,7 +47,10 @@ def collection_config(config: Config, num_groups: int) -> Config:
             # Groups of equal rewards have noise like any other: keep them.
             zero_variance="count",
             noise_floor="",
+            # What is recomputed is so for the anchor that was replaced.
+            routing_replay="off" if config.loss.routing_replay == "recomputed" else config.loss.routing_replay,
         ),
+        critic=replace(config.critic, alone_until=0),
         train=replace(
             config.train,
             num_steps=1,
@@ -60,7 +63,7 @@ def collection_config(config: Config, num_groups: int) -> Config:
         hub=replace(config.hub, address="tcp://127.0.0.1:0", bind="", key="", learner_key="", allowed_keys=""),
         log=replace(config.log, enabled=True),
         weights=replace(config.weights, interval=1),
-        evaluation=replace(config.evaluation, interval=0),
+        evaluation=replace(config.evaluation, interval=0, function=""),
         metrics=replace(
             config.metrics, tensorboard=False, wandb_project="", mlflow_experiment="", trackio_project="", routing_interval=0
         ),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.process_table import processor_name
-from offbeat.common.settings.checks import check
+from offbeat.common.settings.checks import check_before_run
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.loading import load
@@ -58,15 +58,18 @@ class Sampled(NamedTuple):
         ["loss.objective=dapo", "train.warmup_steps=10", "weights.interval=3", "loss.noise_floor=nowhere.json"],
         ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "data.eval_data=x.jsonl"],
         ["run.mirror=s3://bucket/run"],
+        ["loss.objective=sao", "rollout.group_size=1", "critic.trunk=own", "critic.alone_until=10"],
+        ["evaluation.function=mine:numbers", "evaluation.interval=5", "data.eval_data=x.jsonl"],
+        ["loss.anchor=proximal", "train.steps_per_batch=2", "loss.routing_replay=recomputed"],
         ["hub.address=tcp://10.0.0.1:5700", "hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c", "log.enabled=false"],
     ],
     ids=" ".join,
 )
 def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops_nothing(overrides: list[str]) -> None:
     config = load(None, ["model.path=m", "data.train_data=t.jsonl", "run.dir=here", *overrides])
-    check(config)
+    check_before_run(config)
     collecting = collection_config(config, 48)
-    check(collecting)
+    check_before_run(collecting)
     assert (collecting.train.num_steps, collecting.train.groups_per_step) == (1, 48)
     assert (collecting.staleness.max_staleness, collecting.loss.zero_variance) == (0, "count")
     assert (collecting.log.enabled, collecting.loss.anchor, collecting.loss.noise_floor) == (True, "behavior", "")
