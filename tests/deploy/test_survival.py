@@ -186,7 +186,8 @@ def test_ten_actors_that_come_and_go_cost_no_group_and_change_neither_the_sums_n
     theirs = {event.lease_id for event in log if isinstance(event, Granted) and event.actor != "steady"}
     answered = {event.lease_id for event in log if isinstance(event, Accepted)} & theirs
     expired = {event.lease_id: event.reason for event in log if isinstance(event, Expired) and event.lease_id in theirs}
-    assert set(expired.values()) <= {"handed back by the actor"}, expired
+    # A lease that was on its way to an actor without work, while that said goodbye, ends with the goodbye.
+    assert set(expired.values()) <= {"handed back by the actor", "actor_left"}, expired
     assert answered | set(expired) == theirs
     # Late actors pulled the weights, and none of them delayed an update.
     assert not [row for row in services.rows("run", "event") if row["event"] == "actor_excluded"]
