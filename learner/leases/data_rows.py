@@ -19,6 +19,7 @@ from offbeat.common.user_code.functions import is_function, load_function, locat
 from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _NOT_A_NUMBER = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)\s*[,}\]]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -235,4 +236,9 @@ def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:
     for number, row in enumerate(rows):
         fields = dict(row)
         # Datasets hold values that JSON does not (dates, bytes, images): the reward gets those as text.
-        yield DataRow(f"row {number} of {source}", fields, msgspec.json.encode(fields, enc_hook=str).decode())
+        yield DataRow(f"row {number} of {source}", fields, msgspec.json.encode(fields, enc_hook=_text_of).decode())
+
+
+def _text_of(value: object) -> str:
+    # An object's address is another in each process, and a run whose rows differ cannot be resumed.
+    return _ADDRESS.sub("", str(value))

@@ -70,6 +70,19 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
         read(tmp_path / "saved", "test")
 
 
+def test_value_that_json_has_not_is_the_same_text_in_every_process(tmp_path: Path) -> None:
+    import datasets
+
+    image = pytest.importorskip("PIL.Image").new("RGB", (4, 2))
+    # `datasets` makes an object of Pillow of it, which shows its address.
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"prompt": "ab", "image": image}, {"prompt": "é", "image": None}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    first, second = (row.json for row in read_rows(str(tmp_path / "saved"), "train", "data.train_data"))
+    assert first == '{"prompt":"ab","image":"<PIL.PngImagePlugin.PngImageFile image mode=RGB size=4x2>"}'
+    assert second == '{"prompt":"é","image":null}'
+
+
 def test_local_folder_wins_over_a_dataset_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "openai/gsm8k/main"
     folder.mkdir(parents=True)
