@@ -115,13 +115,26 @@ def _own_row(fields: object, place: str, path: str, setting: str) -> DataRow:
     if not isinstance(fields, Mapping):
         raise SettingError(setting, path, f"{place} is of type {type(fields).__name__}", "Return or yield rows, each a dict.")
     try:
-        encoded = msgspec.json.encode(dict(fields))
+        encoded = msgspec.json.encode({name: _sorted(value) for name, value in fields.items()})
     # No text stands for other values here, as it does for datasets: it might hold an address, another in each process.
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         problem = f"{place} cannot be written as JSON ({one_line(error)})"
         raise SettingError(setting, path, problem, "Give text, numbers, lists and dicts.") from error
     # Decoded again: the reward's `row` is the same as for a line of a file, whatever the function does with its dict.
     return DataRow(place, msgspec.json.decode(encoded), encoded.decode())
+
+
+def _sorted(value: Any) -> Any:
+    """Return a value with its sets as sorted lists: a set of texts has another order in each process."""
+    match value:
+        case set() | frozenset():
+            return sorted(value)
+        case dict():
+            return {key: _sorted(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_sorted(part) for part in value]
+        case _:
+            return value
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:

@@ -152,6 +152,7 @@ def reused(split):
         yield row
 
 def with_tuple(split): return [{"prompt": ("a", "b")}]
+def with_sets(split): return [{"prompt": "a", "answers": [{"red", "green", "blue"}, frozenset({3, 1})]}]
 def endless(split): return ({"prompt": str(number)} for number in itertools.count())
 def fails(split):
     yield ROWS[0]
@@ -186,13 +187,15 @@ def test_rows_of_a_function_are_those_of_a_file(name: str, tmp_path: Path) -> No
 def test_function_gets_the_split_and_its_values_are_those_of_json() -> None:
     assert list(read_rows("sources:listed", "test", "data.eval_data")) == []
     assert read(Path("sources:with_tuple")) == [{"prompt": ["a", "b"]}]
+    # Sets of texts have another order in each process.
+    assert read(Path("sources:with_sets")) == [{"prompt": "a", "answers": [["blue", "green", "red"], [1, 3]]}]
 
 
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("fails", r"it raised KeyError: 'lost' \(.*sources.py:22\). Correct the function"),
+        ("fails", r"it raised KeyError: 'lost' \(.*sources.py:23\). Correct the function"),
         ("leaves", "it raised SystemExit: 3"),
         ("none", "it returned NoneType. Return or yield rows, each a dict"),
         ("texts", "row 0 of sources:texts is of type str. Return or yield rows, each a dict"),
