@@ -153,10 +153,19 @@ def load_vocabulary_size(folder: Path, tokenizer: Any) -> int:
         problem = f"its config cannot be loaded ({' '.join(str(error).split())[:300]})"
         cure = "Give a model of a type that this version of transformers knows, or copy its config.json again."
         raise SettingError("model.path", str(folder), problem, cure) from error
-    if len(tokenizer) > size:
-        problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {size}"
-        raise SettingError("model.path", str(folder), problem, "Use the tokenizer that the model was made with.")
+    if (obstacle := vocabulary_obstacle(tokenizer, size)) is not None:
+        raise SettingError("model.path", str(folder), *obstacle)
     return size
+
+
+def vocabulary_obstacle(tokenizer: Any, size: int) -> tuple[str, str] | None:
+    """Return why a model of `size` token ids cannot have this tokenizer, and the cure; None where it can."""
+    beyond = tokenizer.convert_ids_to_tokens(list(range(size, len(tokenizer))))
+    # Gemma 3 1B reads text alone, and has the tokenizer of the larger ones, whose place for an image is one token more.
+    if not beyond or beyond == [tokenizer.special_tokens_map.get("image_token")]:
+        return None
+    problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {size}"
+    return problem, "Use the tokenizer that the model was made with."
 
 
 def hash_model(folder: Path) -> ModelHashes:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from offbeat.actor.environments.chat import ChatFormat
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import hub_obstacle
+from offbeat.common.models.folders import hub_obstacle, vocabulary_obstacle
 from offbeat.common.models.images import MODEL_TYPES
 from offbeat.common.settings.config import Config, environment_of, eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
@@ -53,9 +53,8 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         yield mistake("model.path", config.model.path, f"its tokenizer or config cannot be loaded ({reason})", "Save it again.")
         yield from check_rows(config)
         return
-    if len(tokenizer) > vocabulary_size:
-        problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {vocabulary_size}"
-        yield mistake("model.path", config.model.path, problem, "Use the tokenizer that the model was made with.")
+    if (obstacle := vocabulary_obstacle(tokenizer, vocabulary_size)) is not None:
+        yield mistake("model.path", config.model.path, *obstacle)
     if config.task.environment:
         try:
             ChatFormat(

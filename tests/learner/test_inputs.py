@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import WEIGHT_FILES, hash_model
@@ -23,6 +23,7 @@ from offbeat.common.settings.config import (
 )
 from offbeat.common.settings.loading import explanations, load_text, refuse_masked
 from offbeat.common.weights.flat import make_layout
+from offbeat.deploy.checks.inputs import check_inputs
 from offbeat.learner.inputs import OF_THIS_MACHINE, load_inputs, make_join_payload, without_this_machine
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.protocols.message_parts import decode_join_settings
@@ -85,6 +86,21 @@ def test_model_that_no_learner_can_load_is_a_mistake_about_its_path(
 ) -> None:
     with pytest.raises(SettingError, match=f"model.path = .*{said}"):
         load_inputs(config_with_model(tiny_model, tmp_path, **changes))
+
+
+def test_place_for_images_beyond_the_vocabulary_is_no_reason_to_refuse_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    # As of Gemma 3 1B, which reads text alone and has the tokenizer of the larger ones.
+    config = config_with_model(tiny_model, tmp_path)
+    tokenizer, size = AutoTokenizer.from_pretrained(config.model.path), AutoConfig.from_pretrained(config.model.path).vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(size - len(tokenizer))])
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(config.model.path)
+    with pytest.raises(SettingError, match=f"the tokenizer has {size + 1} tokens"):
+        load_inputs(config)
+    file = Path(config.model.path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_token": "<image_soft_token>"}))
+    assert load_inputs(config).vocabulary_size == size
+    assert not [one for one in check_inputs(config) if one.kind == "mistake"]
 
 
 def test_prompts_of_unknown_tokens_are_warned_about_with_the_first(
