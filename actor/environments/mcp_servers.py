@@ -122,7 +122,11 @@ class McpServer:
         try:
             client = await session.client()
             async with asyncio.timeout(self._start_timeout_s):
-                listed = (await client.list_tools()).tools
+                page = await client.list_tools()
+                listed = [*page.tools]
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    listed += page.tools
         finally:
             await session.close()
         return [

@@ -41,6 +41,39 @@ def hang() -> str:
 server.run("stdio")
 """
 
+PAGED = """
+import asyncio
+import mcp_types as types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+NAMES = ["read", "size", "draw"]
+
+async def list_tools(context, params):
+    page = int(params.cursor or 0)
+    tool = types.Tool(name=NAMES[page], input_schema={"type": "object"})
+    return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page + 1 < len(NAMES) else None)
+
+async def call_tool(context, params):
+    file = types.TextResourceContents(uri="file:///notes", text="eggs, milk")
+    blob = types.BlobResourceContents(uri="file:///photo", blob="aGk=")
+    match params.name:
+        case "read":
+            content = [types.TextContent(text="one file:"), *(types.EmbeddedResource(resource=one) for one in (file, blob))]
+            return types.CallToolResult(content=content)
+        case "size":
+            return types.CallToolResult(content=[], structured_content={"bytes": 10})
+        case "draw":
+            return types.CallToolResult(content=[types.ImageContent(data="aGk=", mime_type="image/png")])
+
+async def serve():
+    server = Server("paged", on_list_tools=list_tools, on_call_tool=call_tool)
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
+
+asyncio.run(serve())
+"""
+
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -108,6 +141,12 @@ def test_episode_may_have_a_server_of_its_own_which_ends_with_it(command: list[s
 
     assert asyncio.run(all_episodes()) == [["1"], ["1"]]
     assert servers_running(command) == 0
+
+
+def test_all_pages_of_tools_are_offered(tmp_path: Path) -> None:
+    (tmp_path / "paged.py").write_text(PAGED)
+    schemas = asyncio.run(mcp([sys.executable, str(tmp_path / "paged.py")]).schemas())
+    assert [schema["function"]["name"] for schema in schemas] == ["read", "size", "draw"]
 
 
 def test_server_that_does_not_start_is_named(tmp_path: Path) -> None:
