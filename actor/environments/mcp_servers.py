@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.user_code.environment_function import SETTING, ToolSchema
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import ContentBlock
 
 MISTAKES_OF_THE_MODEL = (-32602, -32601)
 """JSON-RPC's codes for parameters and methods that do not exist."""
@@ -78,7 +81,9 @@ class McpSession:
         except TimeoutError as error:
             self._end()
             raise TimeoutError(f"the MCP server {self._server} did not answer {name} in time") from error
-        text = "\n".join(block.text for block in result.content if block.type == "text")
+        text = "\n".join(map(_text_of, result.content))
+        if not text and result.structured_content is not None:
+            text = msgspec.json.encode(result.structured_content).decode()
         return f"Error: {text}" if result.is_error else text
 
     async def close(self) -> None:
@@ -103,6 +108,22 @@ class McpSession:
             self._is_over.set()
             if not self._begun.done():
                 self._begun.set_exception(ConnectionError(f"no session with the MCP server {self._server}: {one_line(error)}"))
+
+
+def _text_of(block: "ContentBlock") -> str:
+    """Return a part of an answer as the model reads it; what is no text is its address, or its kind, in brackets."""
+    from mcp.types import TextResourceContents
+
+    match block.type:
+        case "text":
+            return block.text
+        case "resource":
+            # The text of a file, say, which some servers send beside a sentence about it.
+            return block.resource.text if isinstance(block.resource, TextResourceContents) else f"[{block.resource.uri}]"
+        case "resource_link":
+            return f"[{block.uri}]"
+        case kind:
+            return f"[{kind}]"
 
 
 @dataclass(eq=False)

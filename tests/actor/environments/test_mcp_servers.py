@@ -143,10 +143,20 @@ def test_episode_may_have_a_server_of_its_own_which_ends_with_it(command: list[s
     assert servers_running(command) == 0
 
 
-def test_all_pages_of_tools_are_offered(tmp_path: Path) -> None:
+def test_all_pages_of_tools_are_offered_and_their_answers_read_whole(tmp_path: Path) -> None:
     (tmp_path / "paged.py").write_text(PAGED)
-    schemas = asyncio.run(mcp([sys.executable, str(tmp_path / "paged.py")]).schemas())
-    assert [schema["function"]["name"] for schema in schemas] == ["read", "size", "draw"]
+
+    async def call_all() -> dict[str, str]:
+        server = mcp([sys.executable, str(tmp_path / "paged.py")], per_episode=True)
+        names = [schema["function"]["name"] for schema in await server.schemas()]
+        async with server.session() as session:
+            return {name: await session.call(name, {}) for name in names}
+
+    assert asyncio.run(call_all()) == {
+        "read": "one file:\neggs, milk\n[file:///photo]",
+        "size": '{"bytes":10}',
+        "draw": "[image]",
+    }
 
 
 def test_server_that_does_not_start_is_named(tmp_path: Path) -> None:
