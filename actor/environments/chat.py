@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Self
 from offbeat.actor.environments.messages import PROMPT, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import encode_prompt
 from offbeat.common.user_code.environment_function import ToolSchema
 
 SETTING = "data.chat_template"
@@ -107,7 +108,7 @@ class ChatFormat:
             messages = [{"role": "user", "content": messages}]
         messages = [checked_message(message) for message in messages]
         if not self._has_chat_template:
-            opening = list(self._tokenizer.encode("".join(message["content"] for message in messages)))
+            opening = encode_prompt(self._tokenizer, "".join(message["content"] for message in messages))
         else:
             opening = self._render(messages, opens_turn=True, **({} if tools is None else {"tools": list(tools) or None}))
         if not opening:

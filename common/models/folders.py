@@ -142,6 +142,15 @@ def load_tokenizer(folder: Path) -> Any:
         raise SettingError("model.path", str(folder), problem, "Save it again: tokenizer.save_pretrained(FOLDER).") from error
 
 
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that the model goes on from, after those that its tokenizer puts before every text."""
+    token_ids = list(tokenizer.encode(text))
+    # Some put the end of a turn behind it (`add_eos_token`), as they were saved after fine-tuning.
+    if len(token_ids) > 1 and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()
+    return token_ids
+
+
 def load_vocabulary_size(folder: Path, tokenizer: Any) -> int:
     """Return the number of token ids that a model knows; raise `SettingError` where the tokenizer has more of them."""
     from transformers import AutoConfig

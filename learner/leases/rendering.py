@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -10,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import encode_prompt
 from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
 from offbeat.common.settings.config import DataSection
 from offbeat.common.user_code.functions import is_function
@@ -38,7 +41,7 @@ def render(row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase) 
         prompt, tools = _read_request(prompt, row, data)
     if isinstance(prompt, str):
         if not data.chat_template:
-            return prompt, _tokenize(prompt, data, tokenizer, add_special_tokens=True)
+            return prompt, _tokenize(prompt, data, partial(encode_prompt, tokenizer))
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
         messages = _conversation(prompt, row, data)
@@ -114,20 +117,18 @@ def _apply_template(
         raise SettingError("data.chat_template", True, problem, "Correct the messages or the template's arguments.") from error
     assert isinstance(rendered, str)
     # The template has put the special tokens into the text already.
-    return _tokenize(rendered, data, tokenizer, add_special_tokens=False)
+    return _tokenize(rendered, data, partial(tokenizer.encode, add_special_tokens=False))
 
 
-def _tokenize(
-    text: str, data: DataSection, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
-) -> NDArray[np.int32]:
+def _tokenize(text: str, data: DataSection, encode: Callable[[str], list[int]]) -> NDArray[np.int32]:
     """Return the token ids of a text, or of its beginning where that alone has over twice the tokens that a prompt may have.
 
     The tokens of a line of megabytes, such as a file without line ends, take a minute.
     """
     beginning = text[: data.max_prompt_tokens * BEGINNING]
-    token_ids = tokenizer.encode(beginning, add_special_tokens=add_special_tokens)
+    token_ids = encode(beginning)
     if len(beginning) < len(text) and len(token_ids) <= 2 * data.max_prompt_tokens:
-        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = encode(text)
     return np.asarray(token_ids, dtype=np.int32)
 
 

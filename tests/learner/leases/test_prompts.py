@@ -16,6 +16,8 @@ from offbeat.learner.leases.prompts import LoadedPrompts, Prompt, load_prompts
 class CharacterTokenizer:
     """A tokenizer with one token per character, which begins a text with token 1 unless special tokens are off."""
 
+    eos_token_id = None
+
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat.actor.environments.chat import ChatFormat
 from offbeat.actor.environments.endpoint.responses import RESPONSES
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import DataSection
@@ -39,6 +40,25 @@ def thinking(tiny_bpe_model: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_bpe_model)
     tokenizer.chat_template = THINKING
     return tokenizer
+
+
+def test_end_of_a_turn_that_the_tokenizer_adds_is_no_part_of_a_prompt(tiny_bpe_model: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bpe_model)
+    start, end = (tokenizer.bos_token, tokenizer.bos_token_id), (tokenizer.eos_token, tokenizer.eos_token_id)
+    plain = tokenizer.encode("2+2=")
+    # One that the user wrote is.
+    _, token_ids = render(DataRow("row 0", {"prompt": f"2+2={end[0]}"}, "{}"), DataSection(), tokenizer)
+    assert token_ids.tolist() == [*plain, end[1]]
+    # As `add_eos_token` makes it, which many fine-tuned models were saved with.
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A {end[0]}", special_tokens=[start, end])
+    assert tokenizer.encode("2+2=") == [start[1], *plain, end[1]]
+    _, token_ids = render(DataRow("row 0", {"prompt": "2+2="}, "{}"), DataSection(), tokenizer)
+    assert token_ids.tolist() == [start[1], *plain]
+    opening = ChatFormat(tokenizer, {}, has_chat_template=False).opening("2+2=")
+    assert opening == [start[1], *plain]
 
 
 REQUEST: dict[str, Any] = {
