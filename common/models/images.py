@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,7 +128,7 @@ def hash_image(content: bytes) -> int:
 
 def open_image(content: bytes) -> Image:
     """Decode an image file as RGB; raise `ImageError` for other files, damaged ones, and more than `MAX_PIXELS`."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(content) > MAX_PROMPT_BYTES:
         raise ImageError(f"it has {len(content)} bytes, more than {MAX_PROMPT_BYTES}")
@@ -137,10 +138,11 @@ def open_image(content: bytes) -> Image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ImageError(f"it has {width} x {height} pixels, more than {MAX_PIXELS}")
-            return image.convert("RGB")
+            # Turned as vLLM and transformers turn photos, so that the trained model is served what it has learned from.
+            return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
         raise ImageError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
         raise ImageError(f"it cannot be decoded ({one_line(error)})") from error
 
 

@@ -37,6 +37,22 @@ def test_formats_are_told_by_content(kind: str) -> None:
     assert (image.size, image.mode) == ((30, 20), "RGB")
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_photo_is_turned_as_its_camera_was(kind: str) -> None:
+    photo = Image.new("RGB", (48, 32), (255, 0, 0))
+    photo.paste((0, 0, 255), (24, 0, 48, 32))
+    exif = Image.Exif()
+    # The camera was turned: the right side of what is stored is up.
+    exif[0x0112] = 8
+    file = io.BytesIO()
+    photo.save(file, kind, exif=exif)
+    turned = open_image(file.getvalue())
+    assert (turned.size, turned.mode) == ((32, 48), "RGB")
+    top, bottom = np.asarray(turned)[[4, 44], 16]
+    assert top[2] > 200 > 50 > top[0]
+    assert bottom[0] > 200 > 50 > bottom[2]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
