@@ -83,11 +83,16 @@ def _conversation(prompt: object, row: DataRow, data: DataSection) -> list[Messa
         problem = f"the conversation of {row.place} ends with a message of the assistant, whose turn it should be"
         raise SettingError("data.prompt_field", data.prompt_field, problem, "Remove the last message.")
     # Tables hold every key of any message in each message, with null where a message lacks it.
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    messages = [{**message, "content": message.get("content") or ""} for message in prompt]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    # OpenAI has null where a message only calls tools.
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def _with_system_prompt(messages: list[Message], row: DataRow, data: DataSection) -> list[Message]:

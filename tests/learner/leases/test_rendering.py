@@ -118,6 +118,15 @@ def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_message_of_the_assistant_that_only_calls_tools_needs_no_content(thinking: Any, content: dict[str, None]) -> None:
+    thinking.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}"
+    call = {"role": "assistant", **content, "tool_calls": [{"id": "c1"}]}
+    result = {"role": "tool", "content": "48", "tool_calls": None}
+    _, token_ids = render(DataRow("row 0", {"prompt": [CONVERSATION[0], call, result]}, "{}"), CHAT, thinking)
+    assert thinking.decode(token_ids) == "<user>What is 2 + 2?<assistant>[{'id': 'c1'}]<tool>48"
+
+
 def test_request_of_responses_is_rendered_as_the_endpoint_of_an_episode_reads_it(thinking: Any) -> None:
     thinking.chat_template = SEEN
     text, token_ids = render(row(REQUEST), CHAT, thinking)
