@@ -175,10 +175,14 @@ class Batches:
 def at_rate(call: Call, limiter: RateLimiter, num_calls: Callable[[Sequence[Sample]], int]) -> Call:
     """Return a call that waits for its turn first; `num_calls` counts the calls of the function that some samples need."""
 
+    turn = asyncio.Lock()
+
     async def wait_and_call(samples: Sequence[Sample]) -> list[Outcome]:
-        wait_s = limiter.take_turn(num_calls(samples))
-        if wait_s:
-            await asyncio.sleep(wait_s)
+        # Turns are taken one after another: those of a group that is cancelled while it waits would be lost for all behind it.
+        async with turn:
+            wait_s = limiter.take_turn(num_calls(samples))
+            if wait_s:
+                await asyncio.sleep(wait_s)
         return await call(samples)
 
     return wait_and_call
@@ -216,6 +220,8 @@ class WorkerProcesses:
         self._timeout_s = timeout_s
         # Pebble sends SIGTERM first, which workers survive, and SIGKILL this much later.
         CONSTS.term_timeout = 0.0
+        # What waits for a place leaves the line when its group is cancelled; the pool would still do it.
+        self._places = asyncio.Semaphore(num_workers)
         self._pool = self._make_pool()
         self._is_closed = False
 
@@ -223,7 +229,8 @@ class WorkerProcesses:
         """Return the outcome of each sample, in order."""
         for _ in range(MAX_BROKEN_POOLS):
             try:
-                return await self._result(samples)
+                async with self._places:
+                    return await self._result(samples)
             except BrokenProcessPool:
                 # No process had begun with these samples: new ones are asked.
                 continue

@@ -1,9 +1,13 @@
 """Retries with growing delays up to a deadline, a breaker for times in which most calls fail, and a limit on their rate."""
 
+import asyncio
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
+from offbeat.actor.rewards.calling import at_rate
+from offbeat.actor.rewards.functions import Outcome
 from offbeat.actor.rewards.retries import (
     MIN_FAILURES,
     PROBE_S,
@@ -15,6 +19,8 @@ from offbeat.actor.rewards.retries import (
     UnavailableRewards,
     back_off_s,
 )
+from offbeat.actor.rewards.samples import Sample
+from tests.actor.rewards.reward_harness import samples
 
 
 def test_back_off_doubles_up_to_its_bound_and_half_of_it_is_chance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +94,25 @@ def test_calls_without_a_rate_start_at_once() -> None:
     now = itertools.count(100.0, 0.5)
     limiter = RateLimiter(None, clock=lambda: next(now))
     assert [limiter.take_turn(5), limiter.take_turn()] == [0.0, 0.0]
+
+
+def test_calls_that_are_cancelled_while_they_wait_take_no_turns() -> None:
+    limiter = RateLimiter(1.0, clock=lambda: 100.0)
+
+    async def call(_: Sequence[Sample]) -> list[Outcome]:
+        return []
+
+    async def queue_and_cancel() -> None:
+        limited = at_rate(call, limiter, len)
+        await limited(samples(["at once"]))
+        waiting = [asyncio.ensure_future(limited(samples(["late"]))) for _ in range(100)]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(queue_and_cancel())
+    assert limiter.take_turn() == 2.0, "only the first of those that waited had a turn"
 
 
 def test_half_of_the_last_minute_opens_it_and_one_success_closes_it() -> None:

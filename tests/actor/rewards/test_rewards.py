@@ -51,6 +51,13 @@ def sleeps(prompt, completion, row):
         time.sleep(60)
     return 1.0
 
+def takes_note(prompt, completion, row):
+    with open("notes", "a") as notes:
+        notes.write(completion)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    return 1.0
+
 def stuck_in_c(prompt, completion, row):
     if completion == "slow":
         re.match("(a+)+$", "a" * 60 + "b")
@@ -387,6 +394,19 @@ def test_close_ends_stuck_workers_at_once(make_runner, module):
     runner.close()
     assert time.monotonic() - started < 3
     assert not set(children_of(os.getpid())) - before
+
+
+def test_processes_do_not_work_for_groups_that_were_cancelled_in_the_line(make_runner):
+    runner = make_runner("takes_note")
+    for key, text in enumerate("abc"):
+        runner.submit(key, samples([text]))
+    notes = Path("notes")
+    while not notes.exists() or not notes.read_text():
+        time.sleep(0.01)
+    runner.cancel(1)
+    Path("go").touch()
+    assert wait(runner) == {0: rewarded(0, 1.0), 2: rewarded(2, 1.0)}
+    assert notes.read_text() == "ac"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
