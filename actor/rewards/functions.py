@@ -13,6 +13,7 @@ A reward is a number or a mapping of named parts. Each form may be a plain funct
 import asyncio
 import copy
 import inspect
+import math
 import numbers
 import re
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 from offbeat.actor.rewards.failures import Failure, failure_of, file_of
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.common.user_code.functions import load_function, takes
 from offbeat.common.user_code.generated_tasks import score
 from offbeat.protocols.fields import LARGEST_REWARD, MAX_PARTS, PART_NAME
@@ -96,6 +98,14 @@ class RewardFunction(NamedTuple):
     def num_calls(self, samples: Sequence[Sample]) -> int:
         """Return the number of calls that reward these samples."""
         return 1 if self.takes_many else len(samples)
+
+    def most_groups(self, config: Config) -> float:
+        """Return the number of groups that `actor.reward_calls_per_s` rewards while one lease lasts; inf without a rate."""
+        rate, size = config.actor.reward_calls_per_s, config.rollout.group_size
+        if rate is None:
+            return math.inf
+        calls = {"group": 1.0, "samples": size / config.actor.reward_batch_size}.get(self.form, size)
+        return config.rollout.lease_timeout_s * rate / calls
 
     def outcomes(self, samples: Sequence[Sample], weights: Mapping[str, float]) -> list[Outcome]:
         """Call a plain function and return the outcome of each sample, in order."""

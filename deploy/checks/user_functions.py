@@ -1,6 +1,7 @@
 """Checks of the functions that the settings name: imported, and called once on stand-ins. They run apart."""
 
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +89,11 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         yield from _check_sandbox("task.environment")
         return
     reward = load_reward(config.task.reward)
+    lease_s, most = config.rollout.lease_timeout_s, reward.most_groups(config)
+    if most < 1:
+        problem = f"at this rate a group's lease expires before its rewards: rollout.lease_timeout_s = {lease_s:g}"
+        cure = f"Raise it, or set rollout.lease_timeout_s={math.ceil(2 * lease_s / most)} or more."
+        yield mistake("actor.reward_calls_per_s", config.actor.reward_calls_per_s, problem, cure)
     yield from (findings := list(_check_sandbox("task.reward")))
     # Mistakes in the data are told twice, and shown once.
     prompt = first_prompt(config) if calls and not findings else None

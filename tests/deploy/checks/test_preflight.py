@@ -200,6 +200,7 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("task.reward=my_rewards:wrong_kind", "not a number"),
         ("task.reward=my_rewards:not_finite", "the reward is nan"),
         ("task.reward=my_rewards:leaves", "SystemExit"),
+        ("actor.reward_calls_per_s=0.01", "before its rewards: rollout.lease_timeout_s = 600. Raise it, or set rollout."),
         ("reward.length_penalty=absent:penalty", "no module 'absent'"),
         ("metrics.callback=absent:on_row", "no module 'absent'"),
         ("metrics.callback=my_rewards:good", "cannot take (row)"),
