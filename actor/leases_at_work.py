@@ -1,6 +1,8 @@
 """The leases at work, from a lease through its completions and rewards to its answer, and the answers not acknowledged yet."""
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +86,12 @@ def read_images(
     return tuple(images)
 
 
+_LATE = 0.9
+"""Share of a lease's time from which on a cancelled lease counts as expired: the learner's clock began to run earlier."""
+_REGAINED = 0.5
+"""Part of a lease that each finished group adds to `LeasesAtWork.most`: one that expires by chance costs little."""
+
+
 class _WaitingLease(NamedTuple):
     """A lease whose weights are not here yet."""
 
@@ -104,9 +112,18 @@ class LeasesAtWork:
     """Largest array that the learner takes; the service sets it at each welcome."""
     images: ImageReader | None = None
     """Reads the images of prompts; None where prompts have none."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
     num_groups: int = 0
     """Groups finished since the start."""
-    _lease_ids: dict[int, None] = field(default_factory=dict)
+    most: float = math.inf
+    """Leases that can be answered in time, as far as those that expired tell; inf until one does.
+
+    Each that expires takes one away, and each group brings a part of one back. An actor that held on to more than it can
+    finish would finish none: all of them share its engine and the line for rewards until they expire.
+    """
+    _lease_ids: dict[int, float] = field(default_factory=dict)
+    """The leases at work, with the times at which they expire."""
     _waiting: list[_WaitingLease] = field(default_factory=list)
 
     @property
@@ -127,7 +144,7 @@ class LeasesAtWork:
             self._fail(lease.lease_id, "image_error", one_line(error))
             return
         self._waiting.append(_WaitingLease(lease, prompt_token_ids, images))
-        self._lease_ids[lease.lease_id] = None
+        self._lease_ids[lease.lease_id] = self.clock() + _LATE * lease.timeout_s
 
     def start_ready(self) -> None:
         """Begin the leases whose weights are here."""
@@ -147,7 +164,7 @@ class LeasesAtWork:
     def collect(self) -> None:
         """Put the answers of leases that have ended into the outbox."""
         for outcome in self.sampler.poll():
-            if self._lease_ids.pop(outcome.lease_id, 0) is not None:
+            if self._lease_ids.pop(outcome.lease_id, None) is None:
                 continue
             if isinstance(outcome, RewardedGroup):
                 self._finish(outcome)
@@ -157,6 +174,8 @@ class LeasesAtWork:
     def cancel(self, lease_ids: Iterable[int]) -> None:
         """Stop working on these leases and forget their answers. Unknown ones are ignored."""
         for lease_id in lease_ids:
+            if self._lease_ids.get(lease_id, math.inf) <= self.clock():
+                self.most = max(1.0, min(self.most, len(self._lease_ids)) - 1)
             self._abort(lease_id)
             self.outbox.acknowledge(lease_id)
 
@@ -178,6 +197,7 @@ class LeasesAtWork:
             return
         self.outbox.put(group.lease_id, message, *arrays)
         self.num_groups += 1
+        self.most += _REGAINED
 
     def _return(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:

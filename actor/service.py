@@ -373,16 +373,21 @@ class ActorService:
         self._offer()
 
     def _credit(self) -> int:
-        """Return the number of leases to hold now: one while most rewards or episodes fail.
+        """Return the number of leases to hold now: those that can be answered in time, one while most rewards or episodes fail.
 
         More would only add to those that wait; with none, nobody would see that they succeed again.
         """
-        return min(1, self._capacity) if self._leases.sampler.is_failing else self._capacity
+        most = 1 if self._leases.sampler.is_failing else self._leases.most
+        return int(min(self._capacity, most))
 
     def _offer(self) -> None:
         credit = self._credit()
         if self._offered is not None and credit < min(self._offered, self._capacity):
-            logger.warning("most rewards or episodes of the last minute failed: takes one lease at a time until one succeeds")
+            if self._leases.sampler.is_failing:
+                reason = "most rewards or episodes of the last minute failed, until one succeeds"
+            else:
+                reason = "others expired; raise rollout.lease_timeout_s, or lower actor.max_inflight_groups"
+            logger.warning("takes %d leases at a time: %s", credit, reason)
         if self._learner.send(messages.Credit(capacity=credit)):
             self._offered = credit
 

@@ -248,14 +248,22 @@ class Learner:
             policy_version=0,
         )
 
-    def lease(self, lease_id: int, *, min_policy_version: int = 0, group_size: int = 2, prompt: str = "1+1=") -> None:
+    def lease(
+        self,
+        lease_id: int,
+        *,
+        min_policy_version: int = 0,
+        group_size: int = 2,
+        prompt: str = "1+1=",
+        timeout_s: float = 60.0,
+    ) -> None:
         lease = Lease(
             lease_id=lease_id,
             prompt_id=9,
             group_size=group_size,
             sampling=Sampling(8),
             min_policy_version=min_policy_version,
-            timeout_s=60.0,
+            timeout_s=timeout_s,
             prompt=prompt,
             row='{"answer": "2"}',
         )

@@ -180,6 +180,32 @@ def test_actor_whose_rewards_fail_takes_one_lease_at_a_time_until_they_succeed(l
         assert learner.wait(Credit) == Credit(capacity=capacity)
 
 
+def test_actor_whose_leases_expire_takes_fewer_until_groups_are_finished(learner: Learner) -> None:
+    with actor_of(learner, max_inflight_groups=4) as actor:
+        assert learner.welcome() == Credit(capacity=4)
+        actor.engine.is_held = True
+        for lease_id in range(1, 5):
+            learner.lease(lease_id, timeout_s=1e-3)
+        eventually(lambda: actor.engine.num_unfinished == 8, learner)
+        for lease_id, credit in ((1, 3), (2, 2), (3, 1)):
+            learner.send(Cancel(lease_ids=(lease_id,)))
+            assert learner.wait(Credit) == Credit(capacity=credit)
+        actor.engine.is_held = False
+        learner.lease(5)
+        assert learner.wait(Credit) == Credit(capacity=2), "the groups of leases 4 and 5 bring one back"
+
+
+def test_leases_that_are_cancelled_early_say_nothing_about_the_actor(learner: Learner) -> None:
+    with actor_of(learner, max_inflight_groups=4) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(1)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
+        learner.send(Cancel(lease_ids=(1,)))
+        eventually(lambda: actor.engine.num_unfinished == 0, learner)
+        assert learner.hears_no(Credit, 0.1)
+
+
 def test_cancelled_answer_is_not_sent_again(learner: Learner) -> None:
     with actor_of(learner, dead_after_s=0.5):
         learner.welcome()
