@@ -70,6 +70,7 @@ def _readers(config: Config) -> Iterator[_Reader]:
         f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
         'set weights.backend="pull"',
     )
+    yield _Reader(("lora.alpha",), bool(config.lora.rank), "lora.rank = 0 trains all weights", "set lora.rank")
     yield _Reader(
         ("scale.min", "scale.max", "scale.max_actor_hours"),
         config.scale.auto,
@@ -87,7 +88,10 @@ def _readers_of_tasks(task: TaskSection) -> Iterator[_Reader]:
         "set task.environment",
     )
     yield _Reader(
-        tuple(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s")),
+        (
+            *(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s")),
+            *(f"actor.reward_{name}" for name in ("workers", "concurrency", "calls_per_s", "batch_size")),
+        ),
         not task.environment,
         "the function of task.environment returns the reward",
         "remove task.environment",

@@ -19,6 +19,7 @@ INERT = {
     "reward.overlong_penalty=2": ["reward.overlong_buffer = 0", "set reward.overlong_buffer"],
     "kl.estimator=k2": ["kl.loss_coef = 0 and kl.reward_coef = 0", "set one of them"],
     "weights.delta=true": ["weights.backend = 'auto'", 'set weights.backend="pull"'],
+    "lora.alpha=64": ["lora.rank = 0 trains all weights", "set lora.rank"],
 }
 """Settings that are inert under `loss.objective = "dr_grpo"`, with parts of the refusal."""
 READERS = {
@@ -32,6 +33,7 @@ READERS = {
     "reward.overlong_penalty=2": ["reward.overlong_buffer=5"],
     "kl.estimator=k2": ["kl.loss_coef=0.1"],
     "weights.delta=true": ["weights.backend=pull"],
+    "lora.alpha=64": ["lora.rank=8"],
 }
 """For each of them settings that give it a reader."""
 
@@ -76,6 +78,14 @@ def test_own_functions_leave_nothing_to_settings_of_what_they_replace() -> None:
     with pytest.raises(SettingError) as raised:
         check_before_run(load(None, [*GOOD, "loss.function=mine:loss", "loss.dual_clip=3"]))
     assert raised.value.setting == "loss.dual_clip"
+
+
+@pytest.mark.parametrize("name", ["workers", "concurrency", "calls_per_s", "batch_size"])
+def test_limits_of_a_reward_function_beside_an_environment_are_refused(name: str) -> None:
+    given = [*GOOD, f"actor.reward_{name}=2"]
+    assert check_before_run(load(None, given)) == []
+    with pytest.raises(SettingError, match=f"actor.reward_{name} = 2.*task.environment returns the reward"):
+        check_before_run(load(None, [*given, "task.environment=games:play"]))
 
 
 def test_contradictions_and_inert_settings_are_told_together() -> None:
