@@ -361,6 +361,10 @@ def _warnings(config: Config) -> list[str]:
             "others in each step."
         )
     evaluation = config.evaluation
+    if config.data.eval_data and not evaluation.interval:
+        warnings.append(
+            "evaluation.interval = 0: nothing is evaluated on data.eval_data. Set evaluation.interval, for example to 20."
+        )
     if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
         warnings.append(
             f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all equal; set "

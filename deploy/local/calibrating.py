@@ -63,6 +63,7 @@ def collection_config(config: Config, num_groups: int) -> Config:
         hub=replace(config.hub, address="tcp://127.0.0.1:0", bind="", key="", learner_key="", allowed_keys=""),
         log=replace(config.log, enabled=True),
         weights=replace(config.weights, interval=1),
+        data=replace(config.data, eval_data=""),
         evaluation=replace(config.evaluation, interval=0, function=""),
         metrics=replace(
             config.metrics, tensorboard=False, wandb_project="", mlflow_experiment="", trackio_project="", routing_interval=0

@@ -164,6 +164,7 @@ def test_all_contradictions_are_told_at_once() -> None:
         (['train.deepspeed={optimizer = {type = "SGD"}}'], "train.deepspeed.optimizer replaces AdamW"),
         (["train.groups_per_step=3", "launch.learner_processes=2"], "train.groups_per_step = 3 is not a multiple"),
         (["task.environment=games:play", "staleness.staleness_policy=abort"], "long ones may never reach a batch"),
+        (["data.eval_data=held_out.jsonl"], "nothing is evaluated on data.eval_data. Set evaluation.interval"),
     ],
 )
 def test_odd_settings_are_warned_about(overrides: list[str], part: str) -> None:
