@@ -207,9 +207,17 @@ def _changed_settings(settings: RunSettings) -> Iterator[str]:
         if changed:
             yield f"\n[{section}]"
         for name, value in changed.items():
-            yield f"{name} = {to_toml(_public(value) if isinstance(value, str) else value)}"
+            yield f"{name} = {to_toml(_public(value))}"
 
 
-def _public(text: str) -> str:
-    """Return the end of an absolute path, any other text as it is."""
-    return "/".join(Path(text).parts[-2:]) if Path(text).is_absolute() else text
+def _public(value: object) -> object:
+    """Return a setting's value with the end of each absolute path in it, and all else as it is."""
+    match value:
+        case dict():
+            return {key: _public(item) for key, item in value.items()}
+        case list():
+            return [_public(item) for item in value]
+        case str() if Path(value).is_absolute():
+            return "/".join(Path(value).parts[-2:])
+        case _:
+            return value

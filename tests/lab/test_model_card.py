@@ -119,6 +119,21 @@ def test_card_says_what_the_model_was_trained_on_and_reproduces_it(tmp_path: Pat
     assert again.loss == config.loss
 
 
+def test_paths_in_tables_and_lists_are_shortened_too(tmp_path: Path) -> None:
+    home = tmp_path / "home" / "alice"
+    settings = [
+        f'data.eval_data.math="{home}/math/test.jsonl"',
+        f'environment.arguments={{config = {{roots = ["{home}/shop/items"]}}, level = 2}}',
+    ]
+    (tmp_path / "config.toml").write_text(resolved_toml(load(None, settings)))
+    write_card(tmp_path, make_config(Path("owner/base")), 20, tmp_path, is_adapter=False)
+    card = (tmp_path / CARD_FILE).read_text()
+    assert str(home) not in card
+    assert "math/test.jsonl" in card
+    assert "shop/items" in card
+    assert '"level" = 2' in card
+
+
 def test_curve_is_that_of_the_evaluations_where_there_are_some(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         for version in (0, 10, 20):
