@@ -207,7 +207,8 @@ def _changed_settings(settings: RunSettings) -> Iterator[str]:
         if changed:
             yield f"\n[{section}]"
         for name, value in changed.items():
-            yield f"{name} = {to_toml(_public(value))}"
+            # Text, which may begin with a slash as Qwen3's /no_think does.
+            yield f"{name} = {to_toml(value if name == 'system_prompt' else _public(value))}"
 
 
 def _public(value: object) -> object:
@@ -218,6 +219,6 @@ def _public(value: object) -> object:
         case list():
             return [_public(item) for item in value]
         case str() if Path(value).is_absolute():
-            return "/".join(Path(value).parts[-2:])
+            return "/".join(Path(value).parts[1:][-2:])
         case _:
             return value

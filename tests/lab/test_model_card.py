@@ -134,6 +134,15 @@ def test_paths_in_tables_and_lists_are_shortened_too(tmp_path: Path) -> None:
     assert '"level" = 2' in card
 
 
+def test_text_that_begins_like_a_path_is_told_as_it_is(tmp_path: Path) -> None:
+    settings = ["data.chat_template=true", 'data.system_prompt="/no_think Answer yes/no."', "data.train_data=/train.jsonl"]
+    (tmp_path / "config.toml").write_text(resolved_toml(load(None, settings)))
+    write_card(tmp_path, make_config(Path("owner/base")), 20, tmp_path, is_adapter=False)
+    card = (tmp_path / CARD_FILE).read_text()
+    assert 'system_prompt = "/no_think Answer yes/no."' in card
+    assert 'train_data = "train.jsonl"' in card
+
+
 def test_curve_is_that_of_the_evaluations_where_there_are_some(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         for version in (0, 10, 20):
