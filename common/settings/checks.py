@@ -354,11 +354,13 @@ def _check_gpus(config: Config) -> None:
 
 def _warnings(config: Config) -> list[str]:
     warnings = [*objective_warnings(config), *deepspeed_warnings(config.train)]
-    ranks, groups = config.launch.learner_processes, config.train.groups_per_step
-    if groups % ranks:
+    train, ranks = config.train, config.launch.learner_processes
+    size, groups = train.sequence_parallel_size, train.groups_per_step
+    if groups % max(1, ranks // size):
+        shared = "" if size == 1 else f" / train.sequence_parallel_size = {size}"
         warnings.append(
-            f"train.groups_per_step = {groups} is not a multiple of launch.learner_processes = {ranks}: some ranks wait for "
-            "others in each step."
+            f"train.groups_per_step = {groups} is not a multiple of launch.learner_processes = {ranks}{shared}: some ranks "
+            "wait for others in each step."
         )
     evaluation = config.evaluation
     if config.data.eval_data and not evaluation.interval:

@@ -172,6 +172,12 @@ def test_odd_settings_are_warned_about(overrides: list[str], part: str) -> None:
     assert part in warning
 
 
+@pytest.mark.parametrize(("num_groups", "num_warnings"), [(6, 0), (7, 1)])
+def test_processes_that_share_each_pass_share_the_groups_as_one(num_groups: int, num_warnings: int) -> None:
+    settings = ["launch.learner_processes=8", "train.sequence_parallel_size=4", f"train.groups_per_step={num_groups}"]
+    assert len(check(load(None, [*GOOD, *settings]))) == num_warnings
+
+
 def test_band_narrower_than_the_engine_noise_is_warned_about() -> None:
     (warning,) = check(load(None, [*GOOD, "loss.clip_low=3e-4", "loss.clip_high=4e-4"]))
     assert "offbeat calibrate" in warning
