@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 GENERATION_FILE = "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""
+WHOLE_PROCESSOR_FILE = "processor_config.json"
+"""The settings of its processor of everything, in which transformers 5 puts those of its image processor too."""
 SMALL_FILES = (
-    *("config.json", GENERATION_FILE, PROCESSOR_FILE, "processor_config.json", "video_preprocessor_config.json"),
+    *("config.json", GENERATION_FILE, PROCESSOR_FILE, WHOLE_PROCESSOR_FILE, "video_preprocessor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
 )
@@ -180,7 +182,9 @@ def vocabulary_obstacle(tokenizer: Any, size: int) -> tuple[str, str] | None:
 def hash_model(folder: Path) -> ModelHashes:
     """Return the hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
     # Another processor would make other patches of the same image.
+    whole_processor = _read(folder / WHOLE_PROCESSOR_FILE)
     config = _read(folder / "config.json") + _read(folder / PROCESSOR_FILE)
+    config += whole_processor if b'"image_processor"' in whole_processor else b""
     tokenizer_config = json.loads(_read(folder / "tokenizer_config.json") or b"{}")
     # Newer models have the chat template in a separate file, older ones in the tokenizer's config.
     template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))

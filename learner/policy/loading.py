@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.models.folders import GENERATION_FILE, PROCESSOR_FILE, resolve_model
+from offbeat.common.models.folders import GENERATION_FILE, PROCESSOR_FILE, WHOLE_PROCESSOR_FILE, resolve_model
 from offbeat.common.settings.checks import compile_obstacle
 from offbeat.common.settings.config import Config, ModelSection
 from offbeat.common.settings.library_options import SETTING
@@ -227,6 +227,6 @@ def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path
     finally:
         policy.generation_config = own
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    for name in (GENERATION_FILE, PROCESSOR_FILE):
+    for name in (GENERATION_FILE, PROCESSOR_FILE, WHOLE_PROCESSOR_FILE):
         if (file := resolve_model(tokenizer) / name).is_file():
             shutil.copy(file, folder)

@@ -1,5 +1,7 @@
 """A pack with images computes what transformers' model computes of each prompt with its images, outside a pack."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from offbeat.common.models.folders import hash_model
 from offbeat.common.models.images import ImageFile, ImageReader, hash_image
 from offbeat.common.settings.config import Config, DataSection, ModelSection
 from offbeat.learner.policy.images import ImagePacker, prompt_positions
-from offbeat.learner.policy.loading import check_policy, load_policy
+from offbeat.learner.policy.loading import check_policy, load_policy, write_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import Pack, pack
 
@@ -131,3 +135,26 @@ def test_every_weight_gets_a_gradient_with_images_and_without(
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if "visual" in name}
     assert all(gradient is not None for gradient in gradients.values())
     assert any(gradient.abs().max() > 0 for gradient in gradients.values() if gradient is not None) == bool(num_images)
+
+
+def test_image_processor_that_transformers_has_put_into_another_file_is_kept_and_hashed(
+    tiny_vision_model: Path, tmp_path: Path
+) -> None:
+    folder, kept = shutil.copytree(tiny_vision_model, tmp_path / "model"), tmp_path / "kept"
+    # As `AutoProcessor.save_pretrained` of transformers 5 leaves a model's folder.
+    own = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+    content = (folder / "processor_config.json").read_bytes()
+    hashes = hash_model(folder)
+    policy = AutoModelForImageTextToText.from_pretrained(folder)
+    write_policy(policy, policy.state_dict(), kept, tokenizer=str(folder))
+    assert (kept / "processor_config.json").read_bytes() == content
+    assert ImageReader(kept).largest_image == ImageReader(tiny_vision_model).largest_image
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": own | {"image_mean": [0.0, 0.0, 0.0]}}))
+    assert hash_model(folder).config != hashes.config
+    # What else is there makes no other patches.
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 256}))
+    length = hash_model(folder)
+    (folder / "processor_config.json").unlink()
+    assert hash_model(folder) == length
