@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,7 +71,8 @@ def read_rows(source: str, split: str, setting: str, environment: Environment = 
         builder, options = _BUILDERS[suffix]
         if not path.is_file():
             raise _unreadable(path, setting, "No such file")
-        return _loaded_rows(source, setting, builder, split="train", data_files=str(path), **options)
+        # Otherwise `datasets` takes brackets and stars in a path for a pattern.
+        return _loaded_rows(source, setting, builder, split="train", data_files=glob.escape(str(path)), **options)
     return _json_rows(path, setting)
 
 

@@ -51,6 +51,12 @@ def test_rows_are_the_same_in_every_format(suffix: str, tmp_path: Path) -> None:
     assert read(write(tmp_path / f"rows{suffix}")) == ROWS
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_brackets_in_a_path_are_no_pattern(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "v[2]").mkdir()
+    assert read(write(tmp_path / "v[2]" / f"rows*{suffix}")) == ROWS
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
 def test_folder_of_files_is_read_by_split(suffix: str, tmp_path: Path) -> None:
     folder = tmp_path / "data"
