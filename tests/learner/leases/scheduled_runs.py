@@ -52,6 +52,29 @@ class InFlight(NamedTuple):
     oldest_version: int
 
 
+@dataclass
+class Shelf:
+    """Hand-made accounts of leases."""
+
+    in_flight: list[InFlight] = field(default_factory=list)
+    ready: list[Group] = field(default_factory=list)
+    num_training: int = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self.in_flight) + len(self.ready) + self.num_training
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready)
+
+    def generating(self) -> list[InFlight]:
+        return self.in_flight
+
+    def ready_groups(self) -> Sequence[Group]:
+        return list(self.ready)
+
+
 class Shape(NamedTuple):
     """The settings of a run."""
 

@@ -1,5 +1,7 @@
 """The lease target: as few leases as keep the learner from waiting, within the bound."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,9 @@ from offbeat.common.settings.config import Config, StalenessSection, WeightsSect
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.simulation import Fleet, SimulatedBatch, Simulation, Timings
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.scheduler import LONGEST_WINDOW, WINDOW, LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
-from tests.learner.leases.scheduled_runs import InFlight, make_group
+from tests.learner.leases.scheduled_runs import Shelf, make_group, make_policy
 
 STEP_S = 10.0
 
@@ -99,26 +100,12 @@ def test_leases_need_weights_as_new_as_the_limit_allows() -> None:
     assert learner.policy.min_policy_version(10, 4) == 7, "the bound alone"
 
 
+@dataclass
 class Actors:
     """Actors without a limit on their leases, which answer at once and have the newest published weights."""
 
-    def __init__(self) -> None:
-        self.sent = 0
-        self.groups: list[Group] = []
-
-    @property
-    def num_open(self) -> int:
-        return len(self.groups)
-
-    @property
-    def num_ready(self) -> int:
-        return len(self.groups)
-
-    def ready_groups(self) -> list[Group]:
-        return self.groups
-
-    def generating(self) -> list[InFlight]:
-        return []
+    books: Shelf
+    sent: int = 0
 
     def lease_evaluation(self, round_: Round) -> bool:
         raise AssertionError("there are no evaluations")
@@ -126,7 +113,7 @@ class Actors:
     def lease_training(self, min_policy_version: int) -> bool:
         if self.sent < min_policy_version:
             return False
-        self.groups.append(make_group(self.num_open, self.sent))
+        self.books.ready.append(make_group(self.books.num_open, self.sent))
         return True
 
 
@@ -135,24 +122,21 @@ def sizes_at_batches(
 ) -> list[int]:
     """Return the number of open leases at each batch of 2 groups a step, until one is not complete."""
     num_steps = num_batches * steps_per_batch * epochs_per_batch
-    train = TrainSection(
-        groups_per_step=2, steps_per_batch=steps_per_batch, epochs_per_batch=epochs_per_batch, num_steps=num_steps
-    )
-    policy, actors = StalenessPolicy(StalenessSection(max_staleness=bound), train), Actors()
-    evaluations = Evaluations(interval=0, num_prompts=0)
-    scheduler = RolloutScheduler(policy, evaluations, actors, LeaseTarget(policy, weights_interval))
+    policy, actors = make_policy(bound, steps_per_batch, epochs_per_batch, num_steps=num_steps), Actors(Shelf())
+    evaluations, target = Evaluations(interval=0, num_prompts=0), LeaseTarget(policy, weights_interval)
+    scheduler = RolloutScheduler(policy, evaluations, actors.books, target)
     sizes: list[int] = []
     for version in range(0, num_steps, policy.batch_steps):
         if version // weights_interval > (version - policy.batch_steps) // weights_interval:
             actors.sent = version
         scheduler.grant(version, actors)
-        selected = scheduler.select(version, actors.groups.remove)
+        selected = scheduler.select(version, actors.books.ready.remove)
         if not selected:
             break
-        sizes.append(actors.num_open)
+        sizes.append(actors.books.num_open)
         scheduler.ask(float(version))
         scheduler.take(float(version))
-        actors.groups = actors.groups[len(selected) :]
+        del actors.books.ready[: len(selected)]
     return sizes
 
 

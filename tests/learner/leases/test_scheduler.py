@@ -1,6 +1,5 @@
 """The scheduler's decisions on hand-made leases, and its guarantees over whole runs in any order."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,30 +13,7 @@ from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.scheduler import LeaseTarget, RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from tests.learner.leases.event_makers import make_granted
-from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_group, make_policy, play
-
-
-@dataclass
-class Shelf:
-    """Hand-made accounts of leases."""
-
-    in_flight: list[InFlight] = field(default_factory=list)
-    ready: list[Group] = field(default_factory=list)
-    num_training: int = 0
-
-    @property
-    def num_open(self) -> int:
-        return len(self.in_flight) + len(self.ready) + self.num_training
-
-    @property
-    def num_ready(self) -> int:
-        return len(self.ready)
-
-    def generating(self) -> list[InFlight]:
-        return self.in_flight
-
-    def ready_groups(self) -> Sequence[Group]:
-        return list(self.ready)
+from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, Shelf, make_group, make_policy, play
 
 
 @dataclass
