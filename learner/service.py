@@ -193,7 +193,10 @@ class TrainingLoop:
         self.wake_hub()
         if self._is_trained or _passes(self.config.weights.interval, first_version, policy_version):
             self._publish(phases)
-        if _passes(self.config.train.checkpoint_interval, first_version, policy_version) or self.dispatcher.is_log_over():
+        is_due = _passes(self.config.train.checkpoint_interval, first_version, policy_version)
+        if is_due or self.dispatcher.is_log_over():
+            if not is_due:
+                logger.warning("a checkpoint is written early: the log has outgrown log.retain_mb. Raise it if that takes long")
             self._save_checkpoint()
         fleet = self.dispatcher.take_fleet_use()
         seconds = {

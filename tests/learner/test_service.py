@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -386,11 +387,14 @@ def test_checkpoint_is_written_at_multiples_of_the_interval_and_at_the_end(inter
     assert bench.calls_of("checkpoint") == saved
 
 
-def test_log_that_has_outgrown_its_setting_has_a_checkpoint_written() -> None:
-    bench = Bench(num_steps=2)
+def test_log_that_has_outgrown_its_setting_has_a_checkpoint_written_and_the_setting_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(num_steps=2, checkpoint_interval=2)
     bench.dispatcher.is_over = True
     bench.loop.run(bench.stop)
     assert bench.calls_of("checkpoint") == ["1", "2"]
+    assert [record.message for record in caplog.records if "log.retain_mb" in record.message] == [ANY], "the second was due"
 
 
 @pytest.mark.parametrize(("interval", "saved"), [(0, []), (100, ["1"])])
