@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path) -> Any:
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that the model goes on from, after those that its tokenizer puts before every text."""
     token_ids = list(tokenizer.encode(text))
-    # Some put the end of a turn behind it (`add_eos_token`), as they were saved after fine-tuning.
+    # Some put the end of a turn behind it, as they were told to for fine-tuning.
     if len(token_ids) > 1 and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
         token_ids.pop()
     return token_ids
