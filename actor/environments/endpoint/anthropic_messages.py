@@ -10,6 +10,7 @@ from offbeat.common.user_code.requests import (
     Body,
     CallRefused,
     Message,
+    arguments_of,
     function_call,
     function_tools,
     list_of_objects,
@@ -124,8 +125,5 @@ def _blocks(answer: ModelAnswer) -> list[dict[str, Any]]:
 
 def _input(arguments: str) -> dict[str, Any]:
     """Return a tool's arguments as an object; those that are none, which the model may write, in one."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        value = None
+    value = arguments_of(arguments)
     return value if isinstance(value, dict) else {"arguments": arguments}
