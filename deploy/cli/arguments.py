@@ -104,6 +104,11 @@ def read_config_of_run(arguments: list[str] | None) -> Config:
     return read_config(arguments)
 
 
+def folder_of_run(arguments: list[str] | None, config: Config) -> Path:
+    """Return the folder of the run that `read_config_of_run` found `config` by."""
+    return Path(arguments[0]) if arguments and Path(arguments[0]).is_dir() else Path(config.run.dir)
+
+
 def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     """Split a command line into its config file, None when it begins with a setting, and the settings that follow."""
     arguments = list(arguments or [])

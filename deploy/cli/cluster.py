@@ -12,7 +12,15 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import configure_logs
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
-from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, Operator, read_config, read_config_of_run, split_arguments
+from offbeat.deploy.cli.arguments import (
+    QUICKSTART,
+    Arguments,
+    Operator,
+    folder_of_run,
+    read_config,
+    read_config_of_run,
+    split_arguments,
+)
 from offbeat.deploy.clusters.container import Document, read_mapping, write_compose
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions, open_kubernetes_pool
@@ -170,7 +178,7 @@ def reconcile_command(
         raise SettingError("--on", on, "there is no such kind of pool", f"Choose one of {', '.join(POOLS)}.")
     config = read_config_of_run([str(run)])
     open_link = open_link_to(config.hub, operator)
-    folder = run if run.is_dir() else Path(config.run.dir)
+    folder = folder_of_run([str(run)], config)
     stop = StopRequest().install()
     pool = POOLS[kind](config, place)
 

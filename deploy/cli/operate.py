@@ -1,14 +1,12 @@
 """The commands that ask a running learner, or change its settings."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS, StopRequest
 from offbeat.common.records.run_folder import LAUNCH_FILE
-from offbeat.common.settings.config import Config
-from offbeat.deploy.cli.arguments import Operator, read_config_of_run
+from offbeat.deploy.cli.arguments import Operator, folder_of_run, read_config_of_run
 from offbeat.deploy.operating.link import ask_status, open_link_to
 from offbeat.deploy.operating.set import refuse_large_changes, requested, say_who_follows, tune
 from offbeat.deploy.operating.status import Asked, print_status, watch_status
@@ -28,7 +26,7 @@ def status_command(
     A running learner answers at any time, even during a step. The end of a run is read from its folder.
     """
     config = read_config_of_run(arguments)
-    folder = _folder(arguments[0] if arguments else "", config)
+    folder = folder_of_run(arguments, config)
     asked = Asked(open_link_to(config.hub, operator), config.hub.address, folder, config.train.num_steps)
     if watch:
         watch_status(asked, StopRequest().install())
@@ -50,7 +48,7 @@ def set_command(
     wanted = requested(settings)
     config = read_config_of_run([run])
     open_link, address = open_link_to(config.hub, operator), config.hub.address
-    status = ask_status(open_link, address, _folder(run, config))
+    status = ask_status(open_link, address, folder_of_run([run], config))
     if not yes:
         refuse_large_changes(status, config, wanted)
     raise typer.Exit(0 if tune(open_link, address, wanted) else USER_ERROR_STATUS)
@@ -66,15 +64,10 @@ def scale_command(
     `offbeat train` or `offbeat reconcile` then starts actors, or asks the newest to leave.
     """
     config = read_config_of_run([run])
-    open_link, folder = open_link_to(config.hub, operator), _folder(run, config)
+    open_link, folder = open_link_to(config.hub, operator), folder_of_run([run], config)
     status = ask_status(open_link, config.hub.address, folder)
     is_changed = tune(open_link, config.hub.address, {"scale.actors": str(actors)})
     # A run with this file has a launcher, which follows the number.
     if is_changed and not (folder / LAUNCH_FILE).exists():
         say_who_follows(len(status.members), actors)
     raise typer.Exit(0 if is_changed else USER_ERROR_STATUS)
-
-
-def _folder(run: str, config: Config) -> Path:
-    """Return the folder of the run that a command line names by it or by a TOML file."""
-    return Path(run) if run and Path(run).is_dir() else Path(config.run.dir)
