@@ -202,7 +202,8 @@ def _imports(module: _Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = [*above, *([node.module] if node.module else [])]
-            yield from (".".join([*base, *names]) for names in ([], *([alias.name] for alias in node.names)))
+            # `from . import helpers` in a module without a package names no module but `helpers`.
+            yield from (".".join(names) for names in (base, *([*base, alias.name] for alias in node.names)) if names)
 
 
 def _with_parents(name: str) -> Iterator[str]:

@@ -56,6 +56,11 @@ def test_package_module_without_init_and_module_that_cannot_be_parsed_have_their
     assert find_sources("absent:f") == {}
 
 
+def test_module_that_tries_a_relative_import_first_has_the_files_of_both_imports(folder: Path) -> None:
+    write(folder, mine="try:\n    from . import helpers\nexcept ImportError:\n    import helpers", helpers="")
+    assert sorted(find_sources("mine:reward")) == ["helpers.py", "mine.py"]
+
+
 def test_other_folders_of_the_path_and_other_installed_packages_are_no_sources(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
