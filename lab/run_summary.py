@@ -151,7 +151,7 @@ def _flatten(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 DEPTH = 3
-"""Levels of folders that are looked into: the runs of a sweep lie in its folder."""
+"""Levels of folders that are looked into. A sweep's folders `max_staleness=4/seed=1` do not count, one for each setting."""
 _STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow"}
 
 
@@ -206,7 +206,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     elif depth and folder.is_dir():
         for below in sorted(folder.iterdir()):
             if below.is_dir() and not below.is_symlink():
-                yield from _run_folders(below, depth - 1)
+                yield from _run_folders(below, depth if "=" in below.name else depth - 1)
 
 
 def _listed(folder: Path, end: EndedRun, now: float) -> ListedRun:

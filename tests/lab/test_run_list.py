@@ -22,6 +22,12 @@ def test_runs_are_listed_with_their_states_the_newest_last(tmp_path: Path) -> No
     assert late.state == "unfinished"
 
 
+def test_runs_of_a_sweep_over_several_settings_are_listed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs/sweep-1/max_staleness=4/group_size=8/learning_rate=1e-4/seed=0", [0.5], "")
+    write_run(tmp_path / "runs/a/b/c/d", [0.5], "")
+    assert [Path(found.folder) for found in list_runs([tmp_path / "runs"], now=START)] == [run]
+
+
 def test_rows_below_a_runs_own_folder_and_behind_links_are_no_runs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [0.5], "")
     write_run(run / "logs", [0.5], "")
