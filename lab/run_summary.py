@@ -1,5 +1,6 @@
 """A run in short, as its folder tells it: its end, its settings, and the list of all runs in a folder (`offbeat runs`)."""
 
+import contextlib
 import math
 import time
 import tomllib
@@ -201,12 +202,14 @@ def _cells(run: ListedRun) -> tuple[str | Text, ...]:
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the folders with a run's rows, `folder` itself first; a run's own folders are not looked into."""
-    if (folder / ROWS_FILE).is_file():
-        yield folder
-    elif depth and folder.is_dir():
-        for below in sorted(folder.iterdir()):
-            if below.is_dir() and not below.is_symlink():
-                yield from _run_folders(below, depth if "=" in below.name else depth - 1)
+    # Folders of others lie beside one's own, such as the `lost+found` of a volume.
+    with contextlib.suppress(PermissionError):
+        if (folder / ROWS_FILE).is_file():
+            yield folder
+        elif depth and folder.is_dir():
+            for below in sorted(folder.iterdir()):
+                if below.is_dir() and not below.is_symlink():
+                    yield from _run_folders(below, depth if "=" in below.name else depth - 1)
 
 
 def _listed(folder: Path, end: EndedRun, now: float) -> ListedRun:

@@ -1,7 +1,9 @@
 """Claims about `lab.run_summary`: every run below a folder is listed once, as its rows say it stands."""
 
+import errno
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from offbeat.lab.run_summary import list_runs, render_runs
@@ -32,6 +34,20 @@ def test_rows_below_a_runs_own_folder_and_behind_links_are_no_runs(tmp_path: Pat
     run = write_run(tmp_path / "run", [0.5], "")
     write_run(run / "logs", [0.5], "")
     (tmp_path / "latest").symlink_to(run)
+    assert [Path(found.folder) for found in list_runs([tmp_path], now=START)] == [run]
+
+
+def test_folders_that_may_not_be_read_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", [0.5], "")
+    (tmp_path / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def is_file_of_mine(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file_of_mine)
     assert [Path(found.folder) for found in list_runs([tmp_path], now=START)] == [run]
 
 
