@@ -8,6 +8,7 @@ returns a `PageSection`, called where its page is put together. A new kind of bl
 """
 
 import base64
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -205,8 +206,10 @@ def write_page(path: Path, page: Page) -> Path:
         unfinished.write_text(page_html(page), encoding="utf-8")
         return unfinished.rename(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ServiceError(f"{path} cannot be written ({error.strerror}). Make room there.") from error
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        cure = "Make room there, or choose a folder that you may write to."
+        raise ServiceError(f"{path} cannot be written ({error.strerror}). {cure}") from error
 
 
 def asset(name: str) -> bytes:

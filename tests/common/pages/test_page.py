@@ -118,3 +118,9 @@ def test_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="cannot be written"):
         write_page(tmp_path / "taken", page_of())
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_page_below_a_file_is_refused_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServiceError, match=r"\(Not a directory\)\. .* choose a folder"):
+        write_page(tmp_path / "file" / "page.html", page_of())

@@ -81,7 +81,7 @@ def test_report_that_cannot_be_written_costs_no_summary(
     monkeypatch.setattr(Path, "write_text", fail)
     caplog.set_level(logging.INFO)
     end_run(run, "train", StopRequest())
-    assert f"{run}/report.html cannot be written (No space left on device). Make room there." in caplog.text
+    assert f"{run}/report.html cannot be written (No space left on device). Make room there, or choose" in caplog.text
     assert f"To write it: offbeat report {run}" in caplog.text
     assert "the run finished at step 7" in caplog.text
     assert not list(run.glob("report.html*"))
