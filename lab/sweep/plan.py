@@ -6,6 +6,7 @@ A run is hopeless when, after long enough, it is worse than the model was before
 import itertools
 import re
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ _NOT_SWEPT = {
     "run.dir": "Use --out: each run gets a folder in it.",
     "run.resume": "What broke off is resumed by itself.",
 }
+MAX_NAME_BYTES = 255
+"""Longest name of a folder, in bytes of UTF-8."""
 State = Literal["new", "broken off", "finished", "hopeless"]
 """`hopeless`: stopped by the rule of `why_hopeless`."""
 ENDED: tuple[State, ...] = ("finished", "hopeless")
@@ -163,9 +166,16 @@ def _short(setting: str) -> str:
 
 
 def _folder_name(key: str, value: str) -> str:
-    """Return `key=value`, with an underscore for characters that mean something in paths and shells."""
+    """Return `key=value`, with an underscore for characters that mean something in paths and shells.
+
+    Of a value such as a long prompt, the name has the beginning and a checksum: file systems limit names to `MAX_NAME_BYTES`.
+    """
     plain = re.sub(r"[^\w.,:+-]+", "_", value)
-    return f"{key}={plain}"
+    name = f"{key}={plain}".encode()
+    if len(name) <= MAX_NAME_BYTES:
+        return name.decode()
+    checksum = f"-{zlib.crc32(value.encode()):08x}"
+    return name[: MAX_NAME_BYTES - len(checksum)].decode(errors="ignore") + checksum
 
 
 # Hopeless trials

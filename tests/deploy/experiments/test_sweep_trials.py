@@ -59,6 +59,14 @@ def test_every_plan_has_each_trial_once(values: list[str], seeds: int) -> None:
     assert {(trial.values[0], trial.seed) for trial in trials} == {(value, seed) for value in values for seed in range(seeds)}
 
 
+def test_folders_of_long_values_have_names_that_a_file_system_takes(sweep: Sweep) -> None:
+    long = "Lös die Aufgabe. " * 20
+    plan = make_plan([f'data.system_prompt="{long}","{long}!",short'], num_seeds=1, first_seed=0)
+    prepare(plan, make_trials(plan, sweep.home / "run.toml", ["data.chat_template=true"], sweep.folder), sweep.folder)
+    first, second, short = (load(sweep.folder / trial.name / "run.toml").data.system_prompt for trial in plan.trials)
+    assert (first, second, short) == (long, f"{long}!", "short")
+
+
 def test_what_cannot_be_swept_is_refused_with_the_cure() -> None:
     assert "Did you mean staleness.max_staleness?" in problem("max_stalenes=0,1")
     assert "reward.clip or advantage.clip" in problem("clip=1,2")
