@@ -17,7 +17,7 @@ from offbeat.common.formats import write_private
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
-from offbeat.common.settings.loading import load
+from offbeat.common.settings.loading import load, refuse_masked
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, moving_settings, notice_s, torchrun_options
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 
@@ -69,6 +69,7 @@ def load_in_container(path: Path, overrides: Sequence[str]) -> tuple[list[str], 
         f"metrics.actor_bind=0.0.0.0:{PAGE_PORT}",
     ]
     config = load(path, [*settings, f"hub.key={LEARNER}.key"])
+    refuse_masked(config)
     for warning in check(config):
         logger.warning(warning)
     return settings, config

@@ -23,7 +23,7 @@ from offbeat.common.processes import files
 from offbeat.common.records.run_folder import decide_resume, not_writable
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
-from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.common.settings.loading import load, refuse_masked, resolved_toml
 from offbeat.deploy.clusters.services import NOTICE_S
 from offbeat.deploy.experiments.jobs import alone_in
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, PlannedTrial, has_ended, read_plan, read_run
@@ -58,6 +58,7 @@ def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder:
         swept = [f"{setting}={value}" for setting, value in zip(plan.settings, planned.values, strict=True)]
         try:
             config = load(config_file, [*overrides, *swept])
+            refuse_masked(config)
             config = _as_trial(config, planned, folder / planned.name)
             warnings |= dict.fromkeys(check(config))
         except SettingError as error:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
 from offbeat.deploy.cli.arguments import load_config
 from offbeat.deploy.cli.main import make_app
@@ -66,6 +67,12 @@ def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(
     assert keys == {"/keys/actor.key", "/keys/learner.pub"}
     assert stat.S_IMODE((folder / "out/keys/learner.key").stat().st_mode) == 0o600
     assert (folder / "out/keys/learner.key").stat().st_uid == (os.getuid() or 1000)
+
+
+def test_secret_that_is_masked_is_refused_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(SettingError, match=r"actor\.engine_options"):
+        write('actor.engine_options.hf_token="********"')
+    assert not (folder / "out").exists()
 
 
 def test_page_is_for_this_machine_and_gpus_are_those_of_the_settings() -> None:

@@ -86,6 +86,12 @@ def test_impossible_value_is_refused_before_anything_is_written_and_names_the_ru
     assert not sweep.folder.exists()
 
 
+def test_secret_that_is_masked_is_refused_before_anything_is_written(sweep: Sweep) -> None:
+    with pytest.raises(SettingError, match=r"actor\.engine_options"):
+        sweep.trials("0", overrides=['actor.engine_options.hf_token="********"'])
+    assert not sweep.folder.exists()
+
+
 def test_check_that_fails_names_the_run(sweep: Sweep) -> None:
     def refuse(config: object) -> None:
         raise SettingError("task.reward", "x", "it cannot be imported", "Correct it.")
