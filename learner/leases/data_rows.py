@@ -24,12 +24,15 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _NOT_A_NUMBER = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)\s*[,}\]]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_CELLS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""Options of the csv builder with which an empty cell alone is null; None, NA and null are words, and may be answers."""
+# Spreadsheets write the byte order mark, which would become part of the first column's name.
+_TABLE = {"encoding": "utf-8-sig", **_CELLS}
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".arrow": ("arrow", {}),
-    # Spreadsheets write the byte order mark, which would become part of the first column's name.
-    ".csv": ("csv", {"encoding": "utf-8-sig"}),
-    ".tsv": ("csv", {"encoding": "utf-8-sig", "sep": "\t"}),
+    ".csv": ("csv", _TABLE),
+    ".tsv": ("csv", {**_TABLE, "sep": "\t"}),
 }
 """The builder of `datasets` for a file's suffix, and its options. Files with any other suffix hold JSON."""
 LARGEST_SOURCE = 1_000_000
@@ -236,6 +239,8 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
 
     datasets.disable_progress_bars()
     try:
+        if Path(builder).is_dir() and datasets.load_dataset_builder(builder).name == "csv":
+            options |= _CELLS
         loaded = datasets.load_dataset(builder, split=split, **options)
     except (OSError, ValueError, DatasetsError, HfHubHTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error.__cause__ or error))

@@ -67,6 +67,22 @@ def test_folder_of_files_is_read_by_split(suffix: str, tmp_path: Path) -> None:
         read(folder, "test")
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_cell_of_a_table_is_the_text_that_the_file_has(suffix: str, is_folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "data" / f"train{suffix}"
+    path.parent.mkdir()
+    cells = [("prompt", "answer", "level"), ("a", "None", "1"), ("NA", "null", "2"), ("b", "", ""), ("nan", "n/a", "3")]
+    separator = "\t" if suffix == ".tsv" else ","
+    path.write_text("".join(separator.join(row) + "\n" for row in cells), encoding="utf-8-sig")
+    assert read(path.parent if is_folder else path) == [
+        {"prompt": "a", "answer": "None", "level": 1},
+        {"prompt": "NA", "answer": "null", "level": 2},
+        {"prompt": "b", "answer": None, "level": None},
+        {"prompt": "nan", "answer": "n/a", "level": 3},
+    ]
+
+
 def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     import datasets
 
