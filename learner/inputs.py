@@ -12,7 +12,15 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from offbeat.common.models.folders import hash_model, load_tokenizer, load_vocabulary_size, resolve_model, small_files
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import (
+    hash_model,
+    load_tokenizer,
+    load_vocabulary_size,
+    reference_obstacle,
+    resolve_model,
+    small_files,
+)
 from offbeat.common.models.routing import Routing
 from offbeat.common.settings.config import Config, LaunchSection, environment_of
 from offbeat.common.settings.loading import replace_settings, resolved_toml, setting_text, weighted_reward
@@ -56,6 +64,9 @@ def load_inputs(config: Config) -> Inputs:
     hashes = hash_model(model)
     tokenizer = load_tokenizer(model)
     vocabulary_size = load_vocabulary_size(model, tokenizer)
+    reference = config.kl.reference
+    if reference and (obstacle := reference_obstacle(tokenizer, resolve_model(reference, "kl.reference"))) is not None:
+        raise SettingError("kl.reference", reference, *obstacle)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, data.train_data, data.train_split, "data.train_data", tokenizer)
     held_out = load_held_out(

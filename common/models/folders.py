@@ -34,8 +34,8 @@ BUFFER_BYTES = 1 << 20
 """Bytes of a weight file that are read at once."""
 
 
-def resolve_model(path: str) -> Path:
-    """Return the local folder of `model.path`: itself, or the model hub's snapshot of that name, downloaded if need be.
+def resolve_model(path: str, setting: str = "model.path") -> Path:
+    """Return the local folder of a model: itself, or the model hub's snapshot of that name, downloaded if need be.
 
     Raises `SettingError` when there is neither.
     """
@@ -43,7 +43,7 @@ def resolve_model(path: str) -> Path:
         return Path(path)
     obstacle = hub_obstacle(path)
     if obstacle is not None:
-        raise SettingError("model.path", path, *obstacle)
+        raise SettingError(setting, path, *obstacle)
     # Takes 0.3 s to import, and is only needed for hub names.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -53,7 +53,7 @@ def resolve_model(path: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         problem = f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})"
         cure = "Give a model folder, or a hub name on a machine that reaches the hub."
-        raise SettingError("model.path", path, problem, cure) from error
+        raise SettingError(setting, path, problem, cure) from error
 
 
 def find_config(path: str, *, asks_hub: bool = True) -> bytes | None:
@@ -177,6 +177,25 @@ def vocabulary_obstacle(tokenizer: Any, size: int) -> tuple[str, str] | None:
         return None
     problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {size}"
     return problem, "Use the tokenizer that the model was made with."
+
+
+def reference_obstacle(tokenizer: Any, folder: Path) -> tuple[str, str] | None:
+    """Return why a model cannot be the KL's reference of one with this tokenizer, and the cure; None where it can.
+
+    Both see the same token ids. Tokens that the reference lacks are no obstacle while its vocabulary has their ids.
+    """
+    fields = json.loads(_read(folder / "config.json") or b"{}")
+    size = (fields.get("text_config") or fields).get("vocab_size")
+    cure = "Give a model with the same vocabulary."
+    if size is not None and (obstacle := vocabulary_obstacle(tokenizer, size)) is not None:
+        return obstacle[0], cure
+    try:
+        theirs = load_tokenizer(folder).get_vocab()
+    except SettingError:
+        # A reference needs no tokenizer.
+        return None
+    others = sorted(token for token, token_id in tokenizer.get_vocab().items() if theirs.get(token, token_id) != token_id)
+    return (f"{len(others)} tokens of model.path are others there, such as {others[0]!r}", cure) if others else None
 
 
 def hash_model(folder: Path) -> ModelHashes:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from offbeat.actor.environments.chat import ChatFormat
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import hub_obstacle, vocabulary_obstacle
+from offbeat.common.models.folders import hub_obstacle, reference_obstacle, vocabulary_obstacle
 from offbeat.common.models.images import MODEL_TYPES
 from offbeat.common.settings.config import Config, environment_of, eval_sets, eval_setting
 from offbeat.common.settings.loading import is_local_data
@@ -55,6 +55,9 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         return
     if (obstacle := vocabulary_obstacle(tokenizer, vocabulary_size)) is not None:
         yield mistake("model.path", config.model.path, *obstacle)
+    reference = config.kl.reference
+    if Path(reference, "config.json").is_file() and (obstacle := reference_obstacle(tokenizer, Path(reference))) is not None:
+        yield mistake("kl.reference", reference, *obstacle)
     if config.task.environment:
         try:
             ChatFormat(

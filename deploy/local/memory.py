@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens
 from offbeat.deploy.local.devices import Gpu
-from offbeat.deploy.local.model_sizes import ModelSizes
+from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
 GIB = float(1 << 30)
 LEARNER_LIBRARIES = 1.0 * GIB
@@ -92,7 +92,8 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
         weights += min(sizes.num_parameters, LIVE_PARAMETERS) * dtype_bytes
     if (config.kl.loss_coef or config.kl.reward_coef) and (config.kl.reference or not config.lora.rank):
         # The reference is whole on every rank. Beside an adapter it is the policy itself, unless it is another model.
-        weights += sizes.num_parameters * dtype_bytes
+        reference = model_sizes(config.kl.reference, asks_hub=False) if config.kl.reference else None
+        weights += (reference or sizes).num_parameters * dtype_bytes
     # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
     optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
     gradients = _gradient_bytes(config, stage, num_trained, owned)

@@ -68,7 +68,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "model.path: weight files": hash_weights(resolve_model(config.model.path)),
         "model.path: tokenizer": hashes.tokenizer,
         "model.path: chat template": hashes.chat_template,
-        "kl.reference: weight files": hash_weights(resolve_model(kl.reference)) if kl.reference else None,
+        "kl.reference: weight files": hash_weights(resolve_model(kl.reference, "kl.reference")) if kl.reference else None,
         TRAIN_PROMPTS: _digest(train),
         "data.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
         "data.train_data: source files": _hash_sources(data.train_data),

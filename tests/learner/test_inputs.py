@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.common.errors import SettingError
@@ -21,6 +22,7 @@ from offbeat.common.settings.config import (
     RolloutSection,
     TaskSection,
 )
+from offbeat.common.settings.learning_sections import KlSection
 from offbeat.common.settings.loading import explanations, load_text, refuse_masked
 from offbeat.common.weights.flat import make_layout
 from offbeat.deploy.checks.inputs import check_inputs
@@ -70,6 +72,7 @@ def test_actor_gets_the_small_files_and_the_settings_without_secrets_and_paths(t
 
 
 def config_with_model(tiny_model: Path, tmp_path: Path, **changes: object) -> Config:
+    tmp_path.mkdir(exist_ok=True)
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -86,6 +89,13 @@ def test_model_that_no_learner_can_load_is_a_mistake_about_its_path(
 ) -> None:
     with pytest.raises(SettingError, match=f"model.path = .*{said}"):
         load_inputs(config_with_model(tiny_model, tmp_path, **changes))
+
+
+def test_reference_of_another_vocabulary_is_a_mistake_about_the_reference(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_with_model(tiny_model, tmp_path / "small", vocab_size=20)
+    kl = KlSection(loss_coef=0.1, reference=config.model.path)
+    with pytest.raises(SettingError, match=r"kl\.reference = .* the tokenizer has .* with the same vocabulary"):
+        load_inputs(replace(config, model=ModelSection(path=str(tiny_model)), kl=kl))
 
 
 def test_place_for_images_beyond_the_vocabulary_is_no_reason_to_refuse_a_model(tiny_model: Path, tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def damage_header() -> None:
     file.write_bytes(file.read_bytes()[:100])
 
 
-def change_config(**fields: object) -> None:
-    file = Path("model/config.json")
+def change_config(folder: str = "model", **fields: object) -> None:
+    file = Path(folder, "config.json")
     file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), **fields}))
 
 
@@ -275,6 +275,26 @@ def test_adapters_layers_are_looked_up_in_the_model(target: str, said: str, over
 def test_missing_reference_is_refused(overrides: list[str]) -> None:
     (text,) = refused([*overrides, "kl.reference=/nowhere", "kl.loss_coef=0.1"])
     assert text.startswith("kl.reference")
+
+
+def test_reference_whose_tokens_are_others_is_refused(overrides: list[str]) -> None:
+    """A KL between two vocabularies is a number without a meaning, and a smaller one ends the run in its first step."""
+    overrides += ["kl.reference=reference", "kl.loss_coef=0.1"]
+    shutil.copytree("model", "reference")
+    look(load(None, overrides), "train")
+    tokenizer = Path("reference/tokenizer.json")
+    fields = msgspec.json.decode(tokenizer.read_bytes())
+    words = fields["model"]["vocab"]
+    words["1"], words["2"] = words["2"], words["1"]
+    tokenizer.write_bytes(msgspec.json.encode(fields))
+    (text,) = refused(overrides)
+    assert text.startswith("kl.reference = \"reference\": 2 tokens of model.path are others there, such as '1'")
+    for file in Path("reference").glob("tokenizer*"):
+        file.unlink()
+    look(load(None, overrides), "train")
+    change_config("reference", vocab_size=20)
+    (text,) = refused(overrides)
+    assert text.startswith('kl.reference = "reference": the tokenizer has')
 
 
 @pytest.mark.parametrize("command", ["check", "learner"])

@@ -1,7 +1,9 @@
 """The learner's module at the shapes of an 8B model, on tensors without data, against the device plan."""
 
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -15,7 +17,7 @@ from offbeat.deploy.local.model_sizes import sizes_of
 from offbeat.learner.policy import logprobs, packed_attention
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
-from tests.deploy.local.machines import QWEN3_8B
+from tests.deploy.local.machines import QWEN3_8B, QWEN3_600M
 from tests.live_bytes import LiveBytes
 
 META = torch.device("meta")
@@ -115,3 +117,11 @@ def test_reference_of_the_kl_takes_memory_unless_it_is_the_policy_without_its_ad
     before, after = (learner_need(one, sizes).parts[0] for one in (Config(lora=lora), Config(lora=lora, kl=kl)))
     assert (before.name, after.name) == ("weights", "weights")
     assert after.num_bytes - before.num_bytes == num_models * 2 * sizes.num_parameters
+
+
+def test_another_reference_takes_the_memory_of_its_own_size(tmp_path: Path) -> None:
+    policy, larger = sizes_of(QWEN3_600M), sizes_of(QWEN3_8B)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(QWEN3_8B))
+    kl = KlSection(loss_coef=0.1, reference=str(tmp_path))
+    before, after = (learner_need(one, policy).parts[0] for one in (Config(), Config(kl=kl)))
+    assert after.num_bytes - before.num_bytes == 2 * larger.num_parameters
