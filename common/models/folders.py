@@ -21,10 +21,14 @@ PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""
 WHOLE_PROCESSOR_FILE = "processor_config.json"
 """The settings of its processor of everything, in which transformers 5 puts those of its image processor too."""
+VOCABULARY_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("spiece.model", "tekken.json"),
+)
+"""The files that a tokenizer is made from where there is no tokenizer.json."""
 SMALL_FILES = (
     *("config.json", GENERATION_FILE, PROCESSOR_FILE, WHOLE_PROCESSOR_FILE, "video_preprocessor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", *VOCABULARY_FILES),
 )
 """Every file of a model folder, but weights, that an engine or a tokenizer reads."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -208,7 +212,8 @@ def hash_model(folder: Path) -> ModelHashes:
     # Newer models have the chat template in a separate file, older ones in the tokenizer's config.
     template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))
     tokenizer_config.pop("chat_template", None)
-    tokenizer = _read(folder / "tokenizer.json") + json.dumps(tokenizer_config, sort_keys=True).encode()
+    vocabulary = _read(folder / "tokenizer.json") or b"".join(_read(folder / name) for name in VOCABULARY_FILES)
+    tokenizer = vocabulary + json.dumps(tokenizer_config, sort_keys=True).encode()
     return ModelHashes(config=_hash(config), tokenizer=_hash(tokenizer), chat_template=_hash(template.encode()))
 
 

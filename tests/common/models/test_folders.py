@@ -4,12 +4,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import find_config, hub_obstacle, resolve_model
+from offbeat.common.models.folders import find_config, hash_model, hub_obstacle, resolve_model
 from offbeat.common.settings.loading import load
 from offbeat.deploy.checks.findings import Finding
 from offbeat.deploy.checks.inputs import check_hub_names
@@ -108,6 +109,26 @@ def test_hub_that_answers_otherwise_is_left_to_the_services(hub: socket.socket, 
     (finding,) = findings("train")
     assert finding.kind == "note"
     assert "will only be checked after the start" in finding.text
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "merges.txt", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_tokenizer_without_a_file_of_its_own_format_is_known_by_those_it_is_made_from(name: str, tmp_path: Path) -> None:
+    """Otherwise a run that is resumed with another vocabulary goes on, and its kept groups are other texts."""
+    (tmp_path / name).write_text("a")
+    before = hash_model(tmp_path)
+    (tmp_path / name).write_text("b")
+    assert hash_model(tmp_path) != before
+    (tmp_path / name).write_text("a")
+    assert hash_model(tmp_path) == before
+
+
+def test_tokenizer_in_one_file_is_known_by_that_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = hash_model(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("read by nothing beside tokenizer.json")
+    assert hash_model(tmp_path) == before
 
 
 def test_hub_that_must_not_be_asked_is_not(hub: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
