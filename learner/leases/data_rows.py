@@ -24,6 +24,8 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _NOT_A_NUMBER = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)\s*[,}\]]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_COMPRESSED_MARKS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh", b"PK\x03\x04")
+"""First bytes of gzip, Zstandard, xz, bzip2 and zip."""
 _CELLS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """Options of the csv builder with which an empty cell alone is null; None, NA and null are words, and may be answers."""
 # Spreadsheets write the byte order mark, which would become part of the first column's name.
@@ -147,6 +149,8 @@ def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:
     content = _read(path, setting).removeprefix(_UTF8_MARK)
     if content.startswith(_UTF16_MARKS):
         raise SettingError(setting, str(path), "the file is UTF-16", "Save it as UTF-8.")
+    if content.startswith(_COMPRESSED_MARKS):
+        raise SettingError(setting, str(path), "the file is compressed", "Unpack it, and give the unpacked file.")
     if content.lstrip()[:1] == b"[" and path.suffix == ".json":
         yield from _array_rows(content, path, setting)
         return
