@@ -97,7 +97,7 @@ def _receive(hub: HubSection, name: str, patience_s: float) -> JoinSettings:
     identity = f"{name}/join-{uuid.uuid4().hex}".encode()
     limit = hub.max_message_mb << 20
     logger.info("asking the learner at %s for its run", hub.address)
-    with Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key) as link:
+    with Link(hub.address, identity=identity, max_message_bytes=limit, keys=keys) as link:
         return JoinReceiver(link, hub.address, patience_s=patience_s).receive()
 
 

@@ -88,14 +88,8 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
     images = ImageReader(model) if config.data.image_field else None
     # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
     judge = start_workers(config, model) if config.task.environment else RewardRunner(config.task, config.actor)
-    keys = keys_of_peer(config.hub, name)
-    link = Link(
-        config.hub.address,
-        identity=identity.peer(),
-        max_message_bytes=config.hub.max_message_mb << 20,
-        key=keys.key,
-        learner_key=keys.learner_key,
-    )
+    keys, limit = keys_of_peer(config.hub, name), config.hub.max_message_mb << 20
+    link = Link(config.hub.address, identity=identity.peer(), max_message_bytes=limit, keys=keys)
     with contextlib.closing(judge), link:
         turn = ActorTurn.of_process()
         with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
@@ -122,7 +116,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     keeps_kv=config.actor.on_update == "keep_kv",
                 )
             )
-            leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
+            leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=limit, images=images)
             gpu = None if turn is None else _turns_of(engine, turn)
             service = ActorService(
                 identity=identity, config=config, engine=engine, leases=leases, link=link, stop=stop, gpu=gpu

@@ -39,12 +39,10 @@ its socket, four times a group. With Python's 5 ms it would take in few groups w
 
 def open_hub(config: Config) -> Hub:
     """Bind the hub; raise `SettingError` where that cannot be done."""
-    keys = keys_of_learner(config.hub)
     return Hub(
         config.hub.bind or config.hub.address,
         max_message_bytes=config.hub.max_message_mb << 20,
-        key=keys.key,
-        allowed=keys.allowed,
+        keys=keys_of_learner(config.hub),
         # A restart finds actors waiting at the address, and whatever took it meanwhile may leave.
         patience_s=REBIND_S if config.run.resume else 0.0,
     )
@@ -55,13 +53,7 @@ def open_weight_hub(config: Config) -> Hub:
     keys = keys_of_learner(config.hub)
     interface = (config.hub.bind or config.hub.address).rpartition(":")[0]
     address = f"{interface}:{config.weights.pull_port or '*'}"
-    return Hub(
-        address,
-        max_message_bytes=CHUNK_REQUEST_BYTES,
-        key=keys.key,
-        allowed=keys.allowed,
-        port_setting="weights.pull_port",
-    )
+    return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, keys=keys, port_setting="weights.pull_port")
 
 
 def publish_address(setting: str, bound: str) -> str:

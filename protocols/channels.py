@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from offbeat.protocols import wire
 from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_ipv6, is_loopback
 from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, ConnectionLimit, FloodGuard, monitor
-from offbeat.protocols.keys import NO_KEYS, AllowList, KeyCheck, KeyPair, PublicKey, Sender
+from offbeat.protocols.keys import NO_KEYS, HubKeys, KeyCheck, LinkKeys, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from offbeat.protocols.text import plain
 
@@ -70,16 +70,14 @@ class Hub:
         bind: str,
         *,
         max_message_bytes: int,
-        key: KeyPair | None = None,
-        allowed: AllowList | None = None,
+        keys: HubKeys | None = None,
         patience_s: float = 0.0,
         port_setting: str = "hub.address (and hub.bind)",
     ) -> None:
-        """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect.
+        """Bind the socket; raise `ChannelError` when that fails. With `keys` only those that are allowed may connect.
 
         A port that is taken is tried again for `patience_s` seconds. The error names `port_setting` as the place to change it.
         """
-        assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
         self._guard = FloodGuard()
         self._socket = _open_socket(zmq.ROUTER, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -92,9 +90,7 @@ class Hub:
         # Sending to a peer that went away must raise; by default the message would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._key_check: KeyCheck | None = None
-        if key is not None and allowed is not None:
-            self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
+        self._key_check = None if keys is None else KeyCheck(self._socket, keys, self._guard.is_muted)
         self._connection_limit = ConnectionLimit(self._socket)
         try:
             self._bind(bind, patience_s, port_setting)
@@ -280,27 +276,17 @@ class Hub:
 class Link:
     """The socket of an actor or an operator; for one thread."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        identity: bytes,
-        max_message_bytes: int,
-        key: KeyPair | None = None,
-        learner_key: PublicKey | None = None,
-    ) -> None:
-        """Start to connect; raise `ChannelError` for an address that is none. With `key` the learner must own `learner_key`.
+    def __init__(self, address: str, *, identity: bytes, max_message_bytes: int, keys: LinkKeys | None = None) -> None:
+        """Start to connect; raise `ChannelError` for an address that is none.
 
         `address` may name a file, as `hub.address` may; without it the link waits for `follow`.
         """
-        assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
         self._setting = address
         self._address: str | None = None
         """The address that the socket connects to; None while there is none."""
         self._identity = identity
         self._max_message_bytes = max_message_bytes
-        self._key = key
-        self._learner_key = learner_key
+        self._keys = keys
         self._refusal: str | None = None
         self._is_given_up = False
         self._connected_at = time.monotonic()
@@ -311,10 +297,10 @@ class Link:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         # Without a connection a send fails at once: unacknowledged messages wait in the outbox, not in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        if key is not None and learner_key is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, learner_key.public)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.learner_key.public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.key.owner.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.key.secret)
         self._monitor = monitor(self._socket, HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._connect()
@@ -351,13 +337,7 @@ class Link:
 
     def second_link(self, address: str) -> "Link":
         """Return a link to another socket of the learner, with the same identity and keys."""
-        return Link(
-            address,
-            identity=self._identity,
-            max_message_bytes=self._max_message_bytes,
-            key=self._key,
-            learner_key=self._learner_key,
-        )
+        return Link(address, identity=self._identity, max_message_bytes=self._max_message_bytes, keys=self._keys)
 
     def reconnect(self) -> None:
         """Replace the connection by a new one. Messages under way on the old one may be lost."""
@@ -411,18 +391,18 @@ class Link:
         wants_keys = "set hub.key, hub.learner_key and hub.allowed_keys (`offbeat keygen` makes the files)"
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return None
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._key is not None:
-            owner = self._key.owner
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
+            owner = self._keys.key.owner
             return (
                 f"{learner} does not know the key of this {owner.role}: add the line `{owner.line()}` to its hub.allowed_keys"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 return f"what answers at {self._address} is no learner: correct hub.address"
-            if self._key is None:
+            if self._keys is None:
                 return f"{learner} demands keys, and this side has none: {wants_keys}"
             return f"{learner} works without keys, and this side has one: {wants_keys} for the learner too"
-        if self._key is None:
+        if self._keys is None:
             return f"{learner} breaks off the handshake: it demands keys ({wants_keys}), is no learner, or ended just now"
         causes = "hub.learner_key is not its public key, it works without keys, or it ended just now"
         return f"{learner} breaks off the handshake: {causes}"

@@ -222,6 +222,22 @@ def _is_key(text: str) -> bool:
     return True
 
 
+class HubKeys(NamedTuple):
+    """The keys of a `Hub`."""
+
+    key: KeyPair
+    allowed: AllowList
+    """Those that may connect."""
+
+
+class LinkKeys(NamedTuple):
+    """The keys of a `Link`."""
+
+    key: KeyPair
+    learner_key: PublicKey
+    """The key that the learner must own."""
+
+
 ZAP_DOMAIN = "offbeat"
 MAX_LOGGED_KEYS = 1000
 """Unknown keys that are logged by name; a stranger can make any number of them."""
@@ -230,9 +246,9 @@ MAX_LOGGED_KEYS = 1000
 class KeyCheck:
     """Makes a socket demand keys, and looks up whose key a connection uses."""
 
-    def __init__(self, socket: zmq.Socket, key: KeyPair, allowed: AllowList, is_muted: Callable[[bytes], bool]) -> None:
+    def __init__(self, socket: zmq.Socket, keys: HubKeys, is_muted: Callable[[bytes], bool]) -> None:
         """Set up `socket`, which must not be bound yet. `is_muted(public_key)` is called on another thread."""
-        self._allowed = allowed
+        self._allowed = keys.allowed
         self._is_muted = is_muted
         self._keys_of: dict[bytes, bytes] = {}
         """Public key by connection identity."""
@@ -241,8 +257,8 @@ class KeyCheck:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.key.owner.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.key.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Handshakes fail when the authenticator is gone; otherwise anybody who knows the learner's public key would be let in.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

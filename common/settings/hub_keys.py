@@ -1,11 +1,11 @@
 """The keys that a service needs for the hub, from its settings: one TOML file serves everybody, `hub.key` may hold `{name}`."""
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import HubSection
-from offbeat.protocols.keys import AllowList, KeyFileError, KeyPair, PublicKey, Sender, read_key_pair, read_public_key
+from offbeat.protocols.keys import AllowList, HubKeys, KeyFileError, KeyPair, LinkKeys, Sender, read_key_pair, read_public_key
 
 LEARNER = "learner"
 """Replaces `{name}` in `hub.key` at the learner."""
@@ -13,24 +13,10 @@ OPERATOR = "operator"
 """Replaces `{name}` in `hub.key` for an operator without another name."""
 
 
-class HubKeys(NamedTuple):
-    """The keys of a `Hub`; both are None without keys."""
-
-    key: KeyPair | None = None
-    allowed: AllowList | None = None
-
-
-class LinkKeys(NamedTuple):
-    """The keys of a `Link`; both are None without keys."""
-
-    key: KeyPair | None = None
-    learner_key: PublicKey | None = None
-
-
-def keys_of_learner(hub: HubSection) -> HubKeys:
-    """Return the keys for every socket that the learner binds. Raise `SettingError` for a file that cannot be used."""
+def keys_of_learner(hub: HubSection) -> HubKeys | None:
+    """Return the keys for every socket that the learner binds, if any. Raise `SettingError` for a file that cannot be used."""
     if not hub.key:
-        return HubKeys()
+        return None
     key = _read_own(hub, LEARNER, "learner")
     try:
         return HubKeys(key, AllowList(Path(hub.allowed_keys)))
@@ -38,10 +24,10 @@ def keys_of_learner(hub: HubSection) -> HubKeys:
         raise SettingError("hub.allowed_keys", hub.allowed_keys, error.problem, error.cure) from error
 
 
-def keys_of_peer(hub: HubSection, name: str, role: Literal["actor", "operator"] = "actor") -> LinkKeys:
-    """Return the keys for sockets that connect to the learner. Raise `SettingError` for a file that cannot be used."""
+def keys_of_peer(hub: HubSection, name: str, role: Literal["actor", "operator"] = "actor") -> LinkKeys | None:
+    """Return the keys for sockets that connect to the learner, if any. Raise `SettingError` for a file that cannot be used."""
     if not hub.key:
-        return LinkKeys()
+        return None
     key = _read_own(hub, name, role)
     if role == "actor" and not Sender(key.owner.name, "actor").may_be(name):
         problem = f"the key file {_path(hub, name)} is for {key.owner.name!r}, and the learner would refuse another name"

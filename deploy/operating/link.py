@@ -31,7 +31,7 @@ def open_link_to(hub: HubSection, operator: str) -> OpenLink:
     keys = keys_of_peer(hub, operator, "operator")
     identity = f"operator/{uuid.uuid4().hex}".encode()
     limit = hub.max_message_mb << 20
-    return lambda: Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key)
+    return lambda: Link(hub.address, identity=identity, max_message_bytes=limit, keys=keys)
 
 
 def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest, kind: type[Answer]) -> Answer:

@@ -17,7 +17,7 @@ from offbeat.deploy.local.keygen import make_keys
 from offbeat.learner.dispatch.contract import JoinPayload, JoinServer
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.channels import Hub, Received
-from offbeat.protocols.keys import AllowList, KeyPair, read_key_pair
+from offbeat.protocols.keys import AllowList, HubKeys, read_key_pair
 from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
 from offbeat.protocols.messages import RunRequest
 from offbeat.protocols.wire import WireError
@@ -27,9 +27,9 @@ PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 
 
 @contextmanager
-def serving(settings: JoinSettings, key: KeyPair | None = None, allowed: AllowList | None = None) -> Iterator[str]:
+def serving(settings: JoinSettings, keys: HubKeys | None = None) -> Iterator[str]:
     """Run a hub that sends these join settings; yield its address."""
-    hub = Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=key, allowed=allowed)
+    hub = Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, keys=keys)
     queue = SendQueue()
     server = JoinServer(JoinPayload(encode_join_settings(settings)), queue)
 
@@ -72,9 +72,9 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
     keys = tmp_path / "keys"
     make_keys(keys, ["actor-0", "gpu-*"])
     file = keys / f"{key.removesuffix('-*')}.key" if key else None
-    own, allowed = (read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")) if key else (None, None)
+    own = HubKeys(read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")) if key else None
     settings = resolved_toml(Config(rollout=RolloutSection(temperature=0.7)))
-    with serving(JoinSettings("0.1.0", settings, {"config.json": b"{}"}), own, allowed) as address:
+    with serving(JoinSettings("0.1.0", settings, {"config.json": b"{}"}), own) as address:
         options = RunToJoin(address, str(file or ""), str(keys / "learner.pub") if key else "")
         with joined(options, [*overrides, "reward_workers=3"]) as config:
             assert config.actor.name == name
@@ -99,9 +99,9 @@ def test_actor_whose_key_is_not_allowed_says_within_five_seconds_which_line_to_a
     keys = tmp_path / "keys"
     make_keys(keys, ["actor-0", "actor-1"])
     (keys / "allowed_keys").write_text((keys / "allowed_keys").read_text().partition("actor-1")[0].rpartition("\n")[0] + "\n")
-    own, allowed = read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")
+    own = HubKeys(read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys"))
     caplog.set_level("INFO")
-    with serving(JoinSettings("0.1.0", resolved_toml(Config()), {}), own, allowed) as address:
+    with serving(JoinSettings("0.1.0", resolved_toml(Config()), {}), own) as address:
         options = RunToJoin(address, str(keys / "actor-1.key"), str(keys / "learner.pub"))
         with pytest.raises(ServiceError, match="does not know the key"), joined(options, ["actor.connect_timeout_s=5"]):
             pass

@@ -18,7 +18,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
-from offbeat.protocols.keys import AllowList, KeyPair, make_key_pair, public_text
+from offbeat.protocols.keys import AllowList, HubKeys, KeyPair, make_key_pair, public_text
 from offbeat.protocols.messages import Ack, Lease, Sampling, Welcome
 from offbeat.protocols.wire import Frame, encode
 from tests.benchmarks.measuring import receive_from
@@ -203,7 +203,7 @@ def open_hub(keys: Keys | None) -> Hub:
     """Return the learner's hub, encrypted if there are keys."""
     if keys is None:
         return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES)
-    return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, key=keys.learner, allowed=AllowList(keys.allowed))
+    return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, keys=HubKeys(keys.learner, AllowList(keys.allowed)))
 
 
 def open_dispatcher(

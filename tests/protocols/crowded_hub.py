@@ -12,16 +12,16 @@ from offbeat.common.processes.files import patiently
 from offbeat.learner.leases.events import Started
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import Hub
-from offbeat.protocols.keys import AllowList, read_key_pair
+from offbeat.protocols.keys import AllowList, HubKeys, read_key_pair
 from offbeat.protocols.messages import SayHello
 
 
 def main(folder: Path, num_files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
-    keys, allowed = read_key_pair(folder / "learner.key"), AllowList(folder / "allowed_keys")
+    keys = HubKeys(read_key_pair(folder / "learner.key"), AllowList(folder / "allowed_keys"))
     log = RolloutLog(folder / "log", run_id="run", fsync="second", segment_bytes=256, retain_bytes=1 << 30, min_free_bytes=0)
     num_answered = num_written = 0
-    with Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=keys, allowed=allowed) as hub:
+    with Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, keys=keys) as hub:
         print(hub.address.rpartition(":")[2], flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
             hub.wait(0.005)

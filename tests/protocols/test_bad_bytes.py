@@ -13,7 +13,7 @@ from offbeat.protocols import channels
 from offbeat.protocols import connection_limits as flood_guard
 from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, Hub, Link
 from offbeat.protocols.connection_limits import MAX_MALFORMED
-from offbeat.protocols.keys import AllowList, make_key_pair
+from offbeat.protocols.keys import AllowList, HubKeys, LinkKeys, make_key_pair
 from offbeat.protocols.messages import Goodbye, GroupDone
 from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
@@ -184,8 +184,8 @@ def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connec
     path = tmp_path / "allowed_keys"
     path.write_text(f"{actor.owner.line()}\n{rogue.owner.line()}\n")
     with (
-        Hub(ANY_PORT, max_message_bytes=LIMIT, key=learner, allowed=AllowList(path)) as hub,
-        Link(hub.address, identity=b"honest", max_message_bytes=LIMIT, key=actor, learner_key=learner.owner) as honest,
+        Hub(ANY_PORT, max_message_bytes=LIMIT, keys=HubKeys(learner, AllowList(path))) as hub,
+        Link(hub.address, identity=b"honest", max_message_bytes=LIMIT, keys=LinkKeys(actor, learner.owner)) as honest,
     ):
         introduce(hub, honest)
         with flooded(flood_with_key, hub.address, rogue, learner.owner):

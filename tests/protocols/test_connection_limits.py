@@ -15,7 +15,7 @@ import pytest
 
 from offbeat.common.processes.files import patiently, raise_limit
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.keys import make_key_pair, public_text, secret_text
+from offbeat.protocols.keys import LinkKeys, make_key_pair, public_text, secret_text
 from offbeat.protocols.messages import Credit, SayHello
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, introduce, port_of
 
@@ -62,17 +62,17 @@ def test_silent_connections_end_no_keyed_hub_and_honest_peers_get_through(tmp_pa
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         port = int(process.stdout.readline())
         raise_limit()
-        keys = {"key": actor, "learner_key": learner.owner}
+        keys = LinkKeys(actor, learner.owner)
         with strangers(port) as connections:
             knock(connections, port, NUM_STRANGERS // 3)
-            with Link(f"tcp://127.0.0.1:{port}", identity=b"a", max_message_bytes=LIMIT, **keys) as link:
+            with Link(f"tcp://127.0.0.1:{port}", identity=b"a", max_message_bytes=LIMIT, keys=keys) as link:
                 # While strangers keep coming, and afterwards.
                 for _ in range(NUM_STRANGERS // 50):
                     knock(connections, port, 2 * NUM_STRANGERS // 3 // (NUM_STRANGERS // 50))
                     time.sleep(0.02)
                 eventually(lambda: ask(link))
                 eventually(lambda: ask(link))
-            with Link(f"tcp://127.0.0.1:{port}", identity=b"b", max_message_bytes=LIMIT, **keys) as another:
+            with Link(f"tcp://127.0.0.1:{port}", identity=b"b", max_message_bytes=LIMIT, keys=keys) as another:
                 eventually(lambda: ask(another))
         process.stdin.close()
         said, errors = process.stdout.read(), process.stderr.read()

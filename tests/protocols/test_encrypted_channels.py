@@ -11,7 +11,7 @@ import zmq
 from offbeat.protocols import connection_limits as flood_guard
 from offbeat.protocols import keys as key_check
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
+from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, HubKeys, KeyPair, LinkKeys, Sender, make_key_pair
 from offbeat.protocols.messages import Credit, Goodbye, SayHello, Stop
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, introduce, port_of, receive, replay, tapped
 
@@ -33,7 +33,7 @@ def allowed(tmp_path: Path) -> AllowList:
 
 @pytest.fixture
 def hub(allowed: AllowList) -> Iterator[Hub]:
-    with Hub(ANY_PORT, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub:
         yield hub
 
 
@@ -42,8 +42,8 @@ def write_list(path: Path, *keys: KeyPair) -> None:
 
 
 def link_to(address: str, key: KeyPair | None = ACTOR, learner: KeyPair | None = LEARNER, identity: bytes = b"actor-0") -> Link:
-    learner_key = None if learner is None else learner.owner
-    return Link(address, identity=identity, max_message_bytes=LIMIT, key=key, learner_key=learner_key)
+    keys = None if key is None or learner is None else LinkKeys(key, learner.owner)
+    return Link(address, identity=identity, max_message_bytes=LIMIT, keys=keys)
 
 
 def refusal_of(link: Link) -> str:
@@ -83,7 +83,7 @@ def test_without_keys_everybody_may_be_anybody() -> None:
 
 def test_with_keys_a_hub_binds_beyond_loopback(allowed: AllowList) -> None:
     with (
-        Hub("tcp://0.0.0.0:0", max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub,
+        Hub("tcp://0.0.0.0:0", max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub,
         link_to(f"tcp://127.0.0.1:{port_of(hub)}") as link,
     ):
         introduce(hub, link)
@@ -133,7 +133,7 @@ def test_refused_peer_goes_on_trying_until_another_learner_takes_it(allowed: All
         address = hub.address
         link = link_to(address)
         refusal_of(link)
-    with Hub(address, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub, link:
+    with Hub(address, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub, link:
         introduce(hub, link)
         assert link.refusal() is None
 
@@ -155,7 +155,7 @@ def test_nobody_is_let_in_when_nobody_answers_for_the_allow_list(allowed: AllowL
             pass
 
     monkeypatch.setattr(key_check, "ThreadAuthenticator", Absent)
-    with Hub(ANY_PORT, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub, link_to(hub.address) as link:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub, link_to(hub.address) as link:
         eventually(lambda: hub.num_refused > 0)
         assert not link.send(Credit(capacity=1))
 
@@ -178,11 +178,11 @@ def test_revoked_key_is_dropped_in_mid_connection_and_others_are_not(hub: Hub, a
 
 
 def test_link_with_keys_finds_the_hub_again_after_its_restart(allowed: AllowList) -> None:
-    with Hub(ANY_PORT, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub:
         address = hub.address
         link = link_to(address)
         introduce(hub, link)
-    with Hub(address, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub, link:
+    with Hub(address, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub, link:
         introduce(hub, link)
 
 

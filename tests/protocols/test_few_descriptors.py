@@ -16,12 +16,12 @@ import os, resource, sys
 from pathlib import Path
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.channels import DESCRIPTORS_PER_SOCKET, Hub, Link
-from offbeat.protocols.keys import AllowList, make_key_pair
+from offbeat.protocols.keys import AllowList, HubKeys, make_key_pair
 
-key, allowed = make_key_pair("learner", "main"), AllowList(Path(sys.argv[1]))
+keys = HubKeys(make_key_pair("learner", "main"), AllowList(Path(sys.argv[1])))
 sockets = {
     "hub": lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20),
-    "keyed hub": lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=key, allowed=allowed),
+    "keyed hub": lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, keys=keys),
     "link": lambda: Link("tcp://127.0.0.1:9", identity=b"a", max_message_bytes=1 << 20),
 }
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -56,7 +56,7 @@ class Desk:
 
     def open_link(self) -> Link:
         keys = keys_of_peer(self.hub_section, "operator", "operator")
-        return Link(self.address, identity=b"ops", max_message_bytes=1 << 20, key=keys.key, learner_key=keys.learner_key)
+        return Link(self.address, identity=b"ops", max_message_bytes=1 << 20, keys=keys)
 
     def close(self) -> None:
         self._is_closed.set()
@@ -64,7 +64,7 @@ class Desk:
 
     def _serve(self) -> None:
         keys = keys_of_learner(self.hub_section)
-        with Hub(self.address, max_message_bytes=1 << 20, key=keys.key, allowed=keys.allowed) as hub:
+        with Hub(self.address, max_message_bytes=1 << 20, keys=keys) as hub:
             while not self._is_closed.is_set():
                 hub.wait(0.05)
                 received = hub.receive()
