@@ -74,20 +74,20 @@ def publish_address(setting: str, bound: str) -> str:
 
 def max_peers(config: Config, hub: Hub) -> int:
     """Return how many actors the limit on open files leaves room for; warn when `hub.max_actors` are more."""
-    if hub.max_peers < config.hub.max_actors:
+    if hub.connections.max_known < config.hub.max_actors:
         logger.warning(
             "this process may open too few files for hub.max_actors = %d: %d actors at most can join. Raise the limit of this "
             "machine (ulimit -Hn) to %d, or lower the setting",
-            *(config.hub.max_actors, hub.max_peers, FILES_PER_PEER * config.hub.max_actors),
+            *(config.hub.max_actors, hub.connections.max_known, FILES_PER_PEER * config.hub.max_actors),
         )
-    return hub.max_peers
+    return hub.connections.max_known
 
 
 def hub_rejections(hub: Hub) -> dict[str, int]:
     """Return how many connections and messages the hub rejected, by reason; for the hub's thread."""
     connections = {
-        "connections without an allowed key": hub.num_refused,
-        "connections that said nothing, closed to make room": hub.num_closed,
+        "connections without an allowed key": hub.connections.num_refused,
+        "connections that said nothing, closed to make room": hub.connections.num_closed,
     }
     return dict(hub.num_dropped) | {what: number for what, number in connections.items() if number}
 

@@ -11,7 +11,6 @@ import os
 import resource
 import socket
 import time
-from collections import Counter
 from typing import NamedTuple
 
 import zmq
@@ -79,6 +78,8 @@ class Hub:
         A port that is taken is tried again for `patience_s` seconds. The error names `port_setting` as the place to change it.
         """
         self._guard = FloodGuard()
+        self.num_dropped = self._guard.num_dropped
+        """Messages dropped unread, by `name: reason`; names beyond `MAX_DROP_KINDS` are counted as `others`."""
         self._socket = _open_socket(zmq.ROUTER, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
@@ -91,7 +92,8 @@ class Hub:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._key_check = None if keys is None else KeyCheck(self._socket, keys, self._guard.is_muted)
-        self._connection_limit = ConnectionLimit(self._socket)
+        self.connections = ConnectionLimit(self._socket)
+        """The limits of its connections, with the numbers of those that were refused or closed."""
         try:
             self._bind(bind, patience_s, port_setting)
         except ChannelError:
@@ -105,26 +107,6 @@ class Hub:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakened, zmq.POLLIN)
-
-    @property
-    def num_dropped(self) -> Counter[str]:
-        """Messages dropped unread, by `name: reason`; names beyond `MAX_DROP_KINDS` are counted as `others`."""
-        return self._guard.num_dropped
-
-    @property
-    def num_refused(self) -> int:
-        """Connections that were turned away: without a key, with a key that is not allowed, or with another protocol."""
-        return self._connection_limit.num_refused
-
-    @property
-    def num_closed(self) -> int:
-        """Connections that were closed because there were too many from which no message had come."""
-        return self._connection_limit.num_closed
-
-    @property
-    def max_peers(self) -> int:
-        """Connections that the limit on open files leaves room for."""
-        return self._connection_limit.max_known
 
     def wake(self) -> None:
         """End a `wait` on another thread."""
@@ -160,7 +142,7 @@ class Hub:
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
                 try:
-                    self._connection_limit.know(first_frame.get(_DESCRIPTOR))
+                    self.connections.know(first_frame.get(_DESCRIPTOR))
                 # libzmq does not say which connection a message of ZMTP 1 or 2 came by. No actor speaks these, but the first
                 # five bytes of anything else can look like them: of a web page's request, or a port scanner's.
                 except zmq.ZMQError:
@@ -266,7 +248,7 @@ class Hub:
 
     def _close(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
-        self._connection_limit.close()
+        self.connections.close()
         self._socket.close(linger=linger_ms)
         if self._key_check is not None:
             self._key_check.close()

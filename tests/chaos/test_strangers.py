@@ -51,7 +51,7 @@ def test_crowd_is_replaced_as_the_hub_sends_it_away_and_honest_peers_are_heard()
     def pause(seconds: float) -> None:
         time.sleep(seconds)
         # Of the first hundred a quarter of a third of the limit may stay. More were sent away: they had come again.
-        if hub.num_closed > 100:
+        if hub.connections.num_closed > 100:
             raise EnoughError
 
     def gather() -> None:
@@ -64,7 +64,7 @@ def test_crowd_is_replaced_as_the_hub_sends_it_away_and_honest_peers_are_heard()
         introduce(hub, link)
         crowding.join()
         introduce(hub, link)
-    assert hub.num_closed > 100
+    assert hub.connections.num_closed > 100
 
 
 def test_fault_says_how_many_came_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

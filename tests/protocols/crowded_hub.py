@@ -31,7 +31,7 @@ def main(folder: Path, num_files: int) -> None:
             patiently(lambda: (folder / "file").write_bytes(b"whole"))
             num_written += 1
         log.close()
-        print(num_answered, num_written, hub.num_closed, flush=True)
+        print(num_answered, num_written, hub.connections.num_closed, flush=True)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connec
         with flooded(flood_with_key, hub.address, rogue, learner.owner):
             assert_honest_groups_arrive(hub, honest)
             # The peer has sent enough for its key to be shut out.
-            eventually(lambda: hub.receive() is None and hub.num_refused > 0)
+            eventually(lambda: hub.receive() is None and hub.connections.num_refused > 0)
 
 
 @contextlib.contextmanager

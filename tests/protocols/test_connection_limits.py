@@ -89,16 +89,16 @@ def test_oldest_stranger_is_closed_and_a_peer_that_spoke_is_not(monkeypatch: pyt
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (96, 96))
     # A third of 96 descriptors: 8 strangers and 24 peers that have spoken.
     with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
-        assert hub.max_peers == 24
+        assert hub.connections.max_known == 24
         with Link(hub.address, identity=b"a", max_message_bytes=LIMIT) as link, strangers(port_of(hub)) as connections:
             introduce(hub, link)
             # Its connection must be known before others come.
-            eventually(lambda: hub._connection_limit._known or introduce(hub, link) is None)
+            eventually(lambda: hub.connections._known or introduce(hub, link) is None)
             knock(connections, port_of(hub), 8)
             time.sleep(0.05)
-            assert hub.num_closed == 0
+            assert hub.connections.num_closed == 0
             knock(connections, port_of(hub), 3)
-            eventually(lambda: hub.num_closed == 3)
+            eventually(lambda: hub.connections.num_closed == 3)
             for connection in connections[:3]:
                 connection.settimeout(PATIENCE_S)
                 # ZeroMQ greets first, then the connection ends.

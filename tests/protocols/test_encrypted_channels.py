@@ -71,7 +71,7 @@ def test_hub_knows_whose_key_a_message_came_under(hub: Hub, key: KeyPair, sender
         assert received is not None
         assert received.message == Stop(reason="x")
         assert link.refusal() is None
-    assert hub.num_refused == 0
+    assert hub.connections.num_refused == 0
 
 
 def test_without_keys_everybody_may_be_anybody() -> None:
@@ -94,7 +94,7 @@ def test_unknown_key_gets_nothing_and_is_told_which_line_is_missing(hub: Hub) ->
         assert f"add the line `{STRANGER.owner.line()}` to its hub.allowed_keys" in refusal_of(link)
         assert not link.send(Credit(capacity=1))
         assert_nothing_arrives(hub)
-    assert hub.num_refused >= 1
+    assert hub.connections.num_refused >= 1
 
 
 def test_key_that_is_allowed_later_is_let_in_without_a_restart(hub: Hub, allowed: AllowList) -> None:
@@ -109,7 +109,7 @@ def test_wrong_key_of_the_learner_is_suspected_by_its_setting(hub: Hub) -> None:
     with link_to(hub.address, learner=make_key_pair("learner", "learner")) as link:
         assert "hub.learner_key is not its public key" in refusal_of(link)
         assert_nothing_arrives(hub)
-    assert hub.num_refused >= 1
+    assert hub.connections.num_refused >= 1
 
 
 def test_peer_without_a_key_is_told_to_get_one(hub: Hub) -> None:
@@ -118,14 +118,14 @@ def test_peer_without_a_key_is_told_to_get_one(hub: Hub) -> None:
         assert "it demands keys" in refusal or "demands keys, and this side has none" in refusal
         assert "offbeat keygen" in refusal
         assert_nothing_arrives(hub)
-    assert hub.num_refused >= 1
+    assert hub.connections.num_refused >= 1
 
 
 def test_peer_with_a_key_is_told_that_the_learner_has_none() -> None:
     with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub, link_to(hub.address) as link:
         assert "works without keys" in refusal_of(link)
         assert_nothing_arrives(hub)
-        assert hub.num_refused >= 1
+        assert hub.connections.num_refused >= 1
 
 
 def test_refused_peer_goes_on_trying_until_another_learner_takes_it(allowed: AllowList) -> None:
@@ -156,7 +156,7 @@ def test_nobody_is_let_in_when_nobody_answers_for_the_allow_list(allowed: AllowL
 
     monkeypatch.setattr(key_check, "ThreadAuthenticator", Absent)
     with Hub(ANY_PORT, max_message_bytes=LIMIT, keys=HubKeys(LEARNER, allowed)) as hub, link_to(hub.address) as link:
-        eventually(lambda: hub.num_refused > 0)
+        eventually(lambda: hub.connections.num_refused > 0)
         assert not link.send(Credit(capacity=1))
 
 
@@ -204,7 +204,7 @@ def test_recorded_bytes_hide_the_message_and_replayed_are_worth_nothing(hub: Hub
     assert secret.encode() not in recorded
     # The hub answers the first two steps, for which no secret is needed, and nothing after them.
     assert b"WELCOME" in replay(port_of(hub), recorded)
-    eventually(lambda: hub.num_refused == 1)
+    eventually(lambda: hub.connections.num_refused == 1)
     assert_nothing_arrives(hub)
     with link_to(hub.address) as link:
         introduce(hub, link)
