@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.retries import UnavailableRewards
+from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.rewards.runner import Rewarded, RewardRunner
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.models.images import ImagePatches
@@ -116,14 +116,10 @@ class SingleTurns:
             self._engine.abort(group.request_ids())
             self._rewards.cancel(lease_id)
 
-    def trouble(self) -> UnavailableRewards | None:
-        """Return which rewards are unavailable; None while none is."""
-        return self._rewards.trouble()
-
     @property
-    def is_failing(self) -> bool:
-        """True while most rewards or episodes fail for causes that may pass: no more leases should be taken."""
-        return self._rewards.is_failing
+    def retries(self) -> Retries[Any]:
+        """The rewards, or episodes, that are tried again. While most of them fail, no more leases should be taken."""
+        return self._rewards.retries
 
     def counts(self) -> dict[str, float]:
         """Return the counters of episodes as `ActorRow.environment` explains them; empty without an environment."""

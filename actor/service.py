@@ -371,13 +371,13 @@ class ActorService:
 
         More would only add to those that wait; with none, nobody would see that they succeed again.
         """
-        most = 1 if self._leases.sampler.is_failing else self._leases.most
+        most = 1 if self._leases.sampler.retries.is_failing else self._leases.most
         return int(min(self._capacity, most))
 
     def _offer(self) -> None:
         credit = self._credit()
         if self._offered is not None and credit < min(self._offered, self._capacity):
-            if self._leases.sampler.is_failing:
+            if self._leases.sampler.retries.is_failing:
                 reason = "most rewards or episodes of the last minute failed, until one succeeds"
             else:
                 reason = "others expired; raise rollout.lease_timeout_s, or lower actor.max_inflight_groups"
@@ -400,7 +400,7 @@ class ActorService:
         )
 
     def _reward_trouble(self) -> messages.RewardTrouble | None:
-        trouble = self._leases.sampler.trouble()
+        trouble = self._leases.sampler.retries.trouble()
         if trouble is None:
             return None
         return messages.RewardTrouble(

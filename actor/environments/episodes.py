@@ -26,7 +26,7 @@ from offbeat.actor.environments import messages
 from offbeat.actor.environments.episode import Episode, EpisodeTurn, GroupMember
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.retries import Retries, UnavailableRewards
+from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.sampling import RewardedGroup, SamplingFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
@@ -92,7 +92,7 @@ class Episodes:
         self._max_episode_tokens = max_episode_tokens
         self._keeps_kv = keeps_kv
         self._clock = clock
-        self._retries: Retries[GroupMember] = Retries("episodes", retry_s, lambda member: member.lease_id)
+        self.retries: Retries[GroupMember] = Retries("episodes", retry_s, lambda member: member.lease_id)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
         self._requests: dict[str, tuple[Episode, int]] = {}
@@ -132,7 +132,7 @@ class Episodes:
             else:
                 self._handle(message)
         self._end_late_episodes()
-        for member in self._retries.take_due(self._clock()):
+        for member in self.retries.take_due(self._clock()):
             self._play(member)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -140,17 +140,10 @@ class Episodes:
     def cancel(self, lease_id: int) -> None:
         of_lease = self._leases.pop(lease_id, None)
         for index in range(of_lease.lease.group_size if of_lease is not None else 0):
-            self._retries.forget(GroupMember(lease_id, index))
+            self.retries.forget(GroupMember(lease_id, index))
         for episode in [one for one in self._episodes.values() if one.member.lease_id == lease_id]:
             self._forget(episode)
             self._close(episode.name, _Closing(self._clock(), None))
-
-    def trouble(self) -> UnavailableRewards | None:
-        return self._retries.trouble()
-
-    @property
-    def is_failing(self) -> bool:
-        return self._retries.is_failing
 
     def counts(self) -> dict[str, float]:
         use = self._engine.cache_use
@@ -262,7 +255,7 @@ class Episodes:
         self._forget(episode)
         self._counts["ended"] += 1
         of_lease = self._leases[episode.member.lease_id]
-        self._retries.succeed(episode.member, self._clock())
+        self.retries.succeed(episode.member, self._clock())
         of_lease.ended[episode.member.number] = completion, Reward(message.reward, dict(message.parts))
         if len(of_lease.ended) == of_lease.lease.group_size:
             del self._leases[episode.member.lease_id]
@@ -282,7 +275,7 @@ class Episodes:
         self._forget(episode)
         self._counts["again_unavailable"] += 1
         now = self._clock()
-        failures = self._retries.fail(episode.member, message.detail, now)
+        failures = self.retries.fail(episode.member, message.detail, now)
         if failures.again_at is None:
             num_begun = self._leases[episode.member.lease_id].num_begun[episode.member.number]
             detail = f"{message.detail}; played {num_begun} times in {now - failures.since:.0f} s"

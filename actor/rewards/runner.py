@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from offbeat.actor.rewards.calling import MistakeError, RewardCalls
 from offbeat.actor.rewards.failures import Failure
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.retries import Retries, UnavailableRewards
+from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.errors import ServiceError, one_line
 from offbeat.common.settings.config import ActorSection, TaskSection
@@ -89,7 +89,7 @@ class RewardFailure(NamedTuple):
 class RewardRunner:
     """Computes rewards of groups on an event loop of its own, beside the thread that submits them.
 
-    Only `submit`, `poll`, `cancel`, `trouble` and `close` are for that thread. Worker processes live as long as the loop.
+    Only `submit`, `poll`, `cancel` and `close` are for that thread. Worker processes live as long as the loop.
     """
 
     def __init__(self, task: TaskSection, actor: ActorSection) -> None:
@@ -100,7 +100,8 @@ class RewardRunner:
         """Groups that `poll` has not returned."""
         self._ended: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
         """Results on their way from the loop's thread to the one that submits."""
-        self._retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda key: key)
+        self.retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda key: key)
+        """The groups whose rewards are tried again."""
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rewards", daemon=True)
@@ -113,11 +114,6 @@ class RewardRunner:
     def num_pending(self) -> int:
         """Groups submitted and not yet returned by `poll`."""
         return len(self._tasks)
-
-    @property
-    def is_failing(self) -> bool:
-        """True while most attempts at rewards fail for causes that may pass."""
-        return self._retries.is_failing
 
     def submit(self, key: int, samples: Sequence[Sample]) -> None:
         """Start the rewards of a group; `key` names it in the results of `poll`."""
@@ -142,11 +138,7 @@ class RewardRunner:
         task = self._tasks.pop(key, None)
         if task is not None:
             task.cancel()
-            self._retries.forget(key)
-
-    def trouble(self) -> UnavailableRewards | None:
-        """Return which rewards are unavailable; None while none is."""
-        return self._retries.trouble()
+            self.retries.forget(key)
 
     def close(self) -> None:
         """End all rewards and their processes."""
@@ -185,7 +177,7 @@ class RewardRunner:
             result = RewardFailure(key, "reward_error", one_line(error))
         finally:
             # Also of a group that was cancelled while its attempt failed.
-            self._retries.forget(key)
+            self.retries.forget(key)
             self._ended.put(result)
 
     def _show_first(self, failure: Failure) -> None:
@@ -206,11 +198,11 @@ class RewardRunner:
             failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
             now = time.monotonic()
             if failure is None:
-                self._retries.succeed(key, now)
+                self.retries.succeed(key, now)
                 return Rewarded(key, tuple(rewards[index] for index in range(len(samples))))
             num_attempts += 1
             num_killed += failure.was_killed
-            failures = self._retries.fail(key, failure.detail, now)
+            failures = self.retries.fail(key, failure.detail, now)
             if failures.again_at is None or num_killed >= MAX_KILLED_ATTEMPTS:
                 detail = f"{failure.detail}; tried {num_attempts} times in {now - failures.since:.0f} s"
                 return RewardFailure(key, "reward_timeout" if failure.is_timeout else "reward_unavailable", detail)

@@ -128,6 +128,10 @@ class FakeRewards:
         self._results: list[Rewarded | RewardFailure] = []
 
     @property
+    def retries(self) -> "FakeRewards":
+        return self
+
+    @property
     def num_pending(self) -> int:
         return len(self._results)
 

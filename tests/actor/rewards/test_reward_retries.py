@@ -207,20 +207,20 @@ def test_trouble_names_the_groups_that_wait_and_ends_with_them(run_reward: MakeR
     runner.submit(3, samples(["a"]))
     deadline = time.monotonic() + 10
     done = []
-    while (trouble := runner.trouble()) is None or set(trouble.lease_ids) != {1, 3}:
+    while (trouble := runner.retries.trouble()) is None or set(trouble.lease_ids) != {1, 3}:
         assert time.monotonic() < deadline
         done += runner.poll()
     assert trouble.problem.startswith("TimeoutError: no answer (")
     assert trouble.since <= time.monotonic()
     # Attempts at both go on, and one success is not half of what is done.
-    while not runner.is_failing:
+    while not runner.retries.is_failing:
         assert time.monotonic() < deadline
         done += runner.poll()
     runner.cancel(3)
     is_down = False
     assert done + list(wait(runner).values()) == [rewarded(2, 1), rewarded(1, 1)]
-    assert runner.trouble() is None
-    assert not runner.is_failing
+    assert runner.retries.trouble() is None
+    assert not runner.retries.is_failing
 
 
 def test_cancelled_group_is_not_tried_again(run_reward: MakeRunner) -> None:
