@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.fields import FreeText, Natural, Positive, RewardParts
 
 PROMPT = -1
@@ -36,16 +37,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Most tokens of an episode in all its sequences, its prompt included."""
     temperature: float = 1.0
     """`rollout.temperature`."""
-    overrides_sampling: bool = False
-    """`environment.sampling` is `override`."""
-    samples_again: bool = False
-    """`environment.identical_requests` is `sample_again`."""
-    tool_parser: str = ""
-    reasoning_parser: str = ""
-    python: str = ""
-    """`environment.python`, and so on, as in `common.settings.config.Environment`."""
-    requirements: str = ""
-    arguments: dict[str, Any] = {}
+    settings: EnvironmentSection = EnvironmentSection()
+    """`[environment]`."""
     judge_key: str = ""
     """`judge.key_env`."""
 

@@ -64,9 +64,9 @@ class Worker:
         self._writer = writer
         self._endpoint = Endpoint(
             temperature=begin.temperature,
-            ignores=begin.overrides_sampling,
-            samples_again=begin.samples_again,
-            parses_tools=bool(begin.tool_parser),
+            ignores=begin.settings.sampling == "override",
+            samples_again=begin.settings.identical_requests == "sample_again",
+            parses_tools=bool(begin.settings.tool_parser),
         )
         self._sessions: dict[str, AgentSession] = {}
         """The sessions of the episodes whose functions have asked for `chat.url`."""
@@ -143,7 +143,7 @@ class Worker:
 
     def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> Ended:
         session = self._sessions.get(episode.play.episode)
-        if session is not None and self._begin.overrides_sampling:
+        if session is not None and self._begin.settings.sampling == "override":
             episode.metrics["overridden_requests"] = float(session.num_overrides)
         if session is not None:
             episode.metrics["repeated_requests"] = float(session.num_repeated)
@@ -177,17 +177,18 @@ async def serve(end: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=end)
     begin = TO_WORKER.decode(await read_message(reader))
     assert isinstance(begin, Begin)
+    settings = begin.settings
     try:
-        environment = Environment(begin.function, begin.python, begin.requirements, begin.arguments)
+        environment = Environment(begin.function, settings.python, settings.requirements, settings.arguments)
         if environment.is_external:
             function = await ExternalEnvironment.start(environment, begin.judge_key)
         else:
             function = load_environment(begin.function)
-        arguments = await offer_tools(function, begin.function, begin.template_arguments, begin.tool_parser)
+        arguments = await offer_tools(function, begin.function, begin.template_arguments, settings.tool_parser)
         tokenizer = load_tokenizer(Path(begin.tokenizer))
         chat_format = ChatFormat(tokenizer, arguments, has_chat_template=begin.has_chat_template)
         parser = TurnParser(
-            tokenizer, arguments.get("tools", ()), tool_parser=begin.tool_parser, reasoning_parser=begin.reasoning_parser
+            tokenizer, arguments.get("tools", ()), tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
     except SettingError as error:
         writer.write(framed(Ready(problem=str(error))))

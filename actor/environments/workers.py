@@ -32,13 +32,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
         max_length=config.model.max_length,
         max_episode_tokens=max_episode_tokens(config),
         temperature=config.rollout.temperature,
-        overrides_sampling=config.environment.sampling == "override",
-        samples_again=config.environment.identical_requests == "sample_again",
-        tool_parser=config.environment.tool_parser,
-        reasoning_parser=config.environment.reasoning_parser,
-        python=config.environment.python,
-        requirements=config.environment.requirements,
-        arguments=config.environment.arguments,
+        settings=config.environment,
         judge_key=config.judge.key_env,
     )
     if (environment := environment_of(config)).is_external:
@@ -47,7 +41,8 @@ def start_workers(config: Config, model: Path) -> "Workers":
             interpreter(environment)
         except SettingError as error:
             raise ServiceError(str(error)) from error
-    starts = WorkerStarts(forks=can_fork(), has_parser=bool(begin.tool_parser or begin.reasoning_parser))
+    has_parser = bool(config.environment.tool_parser or config.environment.reasoning_parser)
+    starts = WorkerStarts(forks=can_fork(), has_parser=has_parser)
     return Workers(begin, config.environment.workers, starts)
 
 

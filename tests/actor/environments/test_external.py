@@ -30,7 +30,7 @@ from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes import process_table as processes
-from offbeat.common.settings.config import FRAMEWORKS, Environment
+from offbeat.common.settings.config import FRAMEWORKS, Environment, EnvironmentSection
 from offbeat.common.user_code import external_environment
 from offbeat.common.user_code.environment_host import host
 from offbeat.common.user_code.external_environment import check_external, environment_rows, interpreter
@@ -101,9 +101,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def begin(model: Path, function: str = "outside_games:play") -> Begin:
+    arguments = {"bonus": 2} if function.endswith("play") else {}
     return Begin(
         function=function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=20,
-        max_episode_tokens=40, python=sys.executable, arguments={"bonus": 2} if function.endswith("play") else {},
+        max_episode_tokens=40, settings=EnvironmentSection(python=sys.executable, arguments=arguments),
     )  # fmt: skip
 
 

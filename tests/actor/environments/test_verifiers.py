@@ -11,7 +11,7 @@ import pytest
 from offbeat.actor.environments.messages import Begin, Ended, Failed, FromWorker, PlayEpisode, SampleTurn, TurnSampled
 from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
-from offbeat.common.settings.config import Environment
+from offbeat.common.settings.config import Environment, EnvironmentSection
 from offbeat.common.user_code.external_environment import environment_rows
 from tests.conftest import ALPHABET
 
@@ -90,7 +90,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def started(model: Path, environment: Environment) -> Workers:
     begin = Begin(
         function=environment.function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=40,
-        max_episode_tokens=80, python=PYTHON, arguments=dict(environment.arguments),
+        max_episode_tokens=80, settings=EnvironmentSection(python=PYTHON, arguments=dict(environment.arguments)),
     )  # fmt: skip
     return Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
 

@@ -224,5 +224,6 @@ def test_what_the_settings_file_says_of_an_environment_reaches_its_workers(
     )
     monkeypatch.setattr(workers_module, "Workers", lambda begin, num_workers, starts: (begin, num_workers))
     begin, num_workers = cast(tuple[Begin, int], workers_module.start_workers(load(file), tmp_path))
-    assert (begin.function, begin.samples_again, begin.overrides_sampling) == ("games:play", True, True)
-    assert (begin.arguments, begin.max_length, num_workers) == ({"level": 2}, 77, 3)
+    settings = begin.settings
+    assert (begin.function, settings.identical_requests, settings.sampling) == ("games:play", "sample_again", "override")
+    assert (settings.arguments, begin.max_length, num_workers) == ({"level": 2}, 77, 3)

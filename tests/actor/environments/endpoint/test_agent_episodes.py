@@ -26,6 +26,7 @@ from offbeat.actor.environments.messages import (
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.environments.worker import Worker
 from offbeat.common.processes.child import HEAD
+from offbeat.common.settings.config import EnvironmentSection
 from tests.actor.environments.endpoint.endpoint_harness import plain_client
 
 PROMPT: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -274,7 +275,7 @@ def test_agents_refused_field_fails_the_episode_with_its_cure_and_is_counted_whe
             assert isinstance(end, Failed)
             assert not end.is_transient
             assert "temperature = 0.2" in end.detail
-        async with playing(tokenizer, play, "4", overrides_sampling=True) as (actor, _):
+        async with playing(tokenizer, play, "4", settings=EnvironmentSection(sampling="override")) as (actor, _):
             end = await actor.ends.get()
             assert isinstance(end, Ended)
             assert end.parts == {"overridden_requests": 1.0, "repeated_requests": 0.0}
