@@ -4,9 +4,10 @@ Docs, dashboard and alert rules are written from the services' tables (`docs.gen
 """
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from offbeat.common.records.web import Response
@@ -25,14 +26,6 @@ class Exported(NamedTuple):
     meaning: str
     label: str = ""
     """Name of the label that tells its values apart; empty: one value."""
-
-
-class _Collector:
-    def __init__(self, families: Iterable[Family]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> Iterable[Family]:
-        return self._families
 
 
 def one(value: float) -> Values:
@@ -54,15 +47,6 @@ def families_of(table: Iterable[Exported], values: Mapping[str, Values]) -> list
     return [family(exported, values[exported.name]) for exported in table if exported.name in values]
 
 
-def exposition(families: Iterable[Family]) -> bytes:
-    """Return the numbers in Prometheus's text format."""
-    registry = CollectorRegistry()
-    # The library's type of a collector; only `collect` is asked.
-    collector: Any = _Collector(families)
-    registry.register(collector)
-    return generate_latest(registry)
-
-
 TURNED_WITHIN_S = 30.0
 """Longest silence of a healthy service's loop."""
 
@@ -79,5 +63,7 @@ def readiness(state: str, *, is_ready: bool) -> Response:
 
 
 def numbers(families: list[Family]) -> Response:
-    """Answer with numbers for Prometheus."""
-    return Response(exposition(families), "text/plain; version=0.0.4; charset=utf-8")
+    """Answer with numbers in Prometheus's text format."""
+    # Of a registry only `collect` is asked.
+    registry: Any = SimpleNamespace(collect=lambda: families)
+    return Response(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")

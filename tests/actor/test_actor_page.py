@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.actor.page import EXPORTED, ActorPage, families, serving
 from offbeat.common.errors import SettingError
-from offbeat.common.records.exported import TURNED_WITHIN_S, exposition
+from offbeat.common.records.exported import TURNED_WITHIN_S, numbers
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, RewardTrouble
 from tests.actor.actor_harness import PATIENCE_S, Actor, Learner, actor_of, eventually
 
@@ -44,7 +44,7 @@ def status(page: ActorPage, path: str) -> int:
 
 
 def values(heartbeat: ActorHeartbeat | None) -> dict[tuple[str, str], float]:
-    text = exposition(families(heartbeat, is_welcome=True, silence_s=0.25)).decode()
+    text = numbers(families(heartbeat, is_welcome=True, silence_s=0.25)).content.decode()
     samples = [sample for found in text_string_to_metric_families(text) for sample in found.samples]
     return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
 

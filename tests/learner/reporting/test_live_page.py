@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offbeat.common.records.exported import TURNED_WITHIN_S, exposition
+from offbeat.common.records.exported import TURNED_WITHIN_S, numbers
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.reporting.exported import EXPORTED, FROM_STEP, families
@@ -165,7 +165,9 @@ def test_probes_tell_a_hub_that_hangs_and_weights_that_are_not_there() -> None:
 def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> None:
     members = (member("a"), member('b"\n', "quarantined", version=-1), member("c", version=9))
     row = step(7, **{"reward/mean": 0.5, "lag/max": 3.0, "clip/fraction": float("nan")})
-    found = {one.name: one for one in text_string_to_metric_families(exposition(families(report(7, *members), row)).decode())}
+    found = {
+        one.name: one for one in text_string_to_metric_families(numbers(families(report(7, *members), row)).content.decode())
+    }
     assert set(found) <= {one.name.removesuffix("_total") for one in EXPORTED}
     value = {name: [sample.value for sample in family.samples] for name, family in found.items()}
     assert value["offbeat_policy_version"] == [7]
@@ -188,7 +190,7 @@ def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> Non
 
 
 def test_before_the_first_step_there_are_the_numbers_of_the_status() -> None:
-    names = [one.name for one in text_string_to_metric_families(exposition(families(report(), None)).decode())]
+    names = [one.name for one in text_string_to_metric_families(numbers(families(report(), None)).content.decode())]
     assert sorted(names) == sorted(one.name.removesuffix("_total") for one in EXPORTED if one not in FROM_STEP)
 
 
