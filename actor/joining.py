@@ -64,7 +64,9 @@ def joined(run: RunToJoin, overrides: Sequence[str]) -> Iterator[Config]:
     own = load(None, overrides)
     received = _receive(own.hub, name, own.actor.connect_timeout_s)
     with tempfile.TemporaryDirectory(prefix="offbeat-model-") as folder:
-        write_files(received, Path(folder))
+        # Their names have been checked.
+        for file, content in received.files.items():
+            Path(folder, file).write_bytes(content)
         logger.info("received the run's settings and %d files of the model from %s", len(received.files), run.address)
         yield _settings(received, [*overrides, f"model.path={folder}"])
 
@@ -193,9 +195,3 @@ class JoinReceiver:
             reason = "start it, or correct the address" if self._asked_at is None else "it is loading, or overloaded"
         progress = f" after {len(self._parts)} of {self._num_parts} parts of the run" if self._parts else ""
         return f"the learner at {self._address} did not answer for {now - self._moved_at:.0f} s{progress}: {reason}"
-
-
-def write_files(received: JoinSettings, folder: Path) -> None:
-    """Write the model's small files to a folder. Their names have been checked."""
-    for name, content in received.files.items():
-        (folder / name).write_bytes(content)

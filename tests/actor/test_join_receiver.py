@@ -3,13 +3,12 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from offbeat.actor.contact import RefusedError
-from offbeat.actor.joining import JoinReceiver, RunOverError, write_files
+from offbeat.actor.joining import JoinReceiver, RunOverError
 from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
 from offbeat.protocols.messages import LearnerMessage, Refused, RunPart, RunRequest, Stop
@@ -55,7 +54,7 @@ def current(message: RunRequest) -> list[Answer]:
     return [part(message.index)]
 
 
-def test_kit_arrives_in_parts_and_its_files_are_written(tmp_path: Path) -> None:
+def test_kit_arrives_in_parts() -> None:
     asked: list[int] = []
 
     def answer(message: RunRequest) -> list[Answer]:
@@ -66,8 +65,6 @@ def test_kit_arrives_in_parts_and_its_files_are_written(tmp_path: Path) -> None:
         received = receive(address)
     assert (received.software, received.settings, received.files) == ("0.1.0", "[run]\n", FILES)
     assert asked == list(range(-(-len(CONTENT) // PIECE)))
-    write_files(received, tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == FILES
 
 
 def test_answers_that_come_twice_or_late_do_no_harm() -> None:

@@ -81,7 +81,7 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
             assert (config.rollout.temperature, config.actor.reward_workers) == (0.7, 3)
             assert (config.hub.address, config.hub.key) == (address, str(file or ""))
             folder = Path(config.model.path)
-            assert [path.name for path in folder.iterdir()] == ["config.json"]
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"config.json": b"{}"}
         assert not folder.exists()
 
 
