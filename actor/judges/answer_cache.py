@@ -51,12 +51,6 @@ class AnswerCache:
                 while connection.execute("SELECT num_bytes FROM total").fetchone()[0] > self._max_bytes:
                     connection.execute("DELETE FROM answers WHERE number = (SELECT min(number) FROM answers)")
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
     def _open(self) -> sqlite3.Connection:
         if time.monotonic() < self._retry_at:
             raise sqlite3.OperationalError("it has just failed")

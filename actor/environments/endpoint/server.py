@@ -70,12 +70,6 @@ class Endpoint:
         session.end()
         self._sessions = {secret: one for secret, one in self._sessions.items() if one is not session}
 
-    async def stop(self) -> None:
-        """Close the port."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
-
     def _start(self) -> None:
         try:
             import uvicorn

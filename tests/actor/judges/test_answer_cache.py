@@ -15,7 +15,6 @@ def test_oldest_answers_leave_above_the_bound(tmp_path: Path) -> None:
     assert [number for number in range(8) if cache.find(b"%d" % number)] == [3, 4, 5, 6, 7]
     cache.keep(b"7", "another")
     assert cache.find(b"7") == "ü" * 10
-    cache.close()
     assert AnswerCache(tmp_path, max_bytes=100).find(b"3") == "ü" * 10
 
 
@@ -24,7 +23,6 @@ def test_many_writers_make_one_cache(tmp_path: Path) -> None:
         cache = AnswerCache(tmp_path, max_bytes=10_000)
         for number in range(20):
             cache.keep(b"%d %d" % (writer, number), "answer")
-        cache.close()
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(6)]
     for thread in threads:
@@ -40,5 +38,4 @@ def test_many_writers_make_one_cache(tmp_path: Path) -> None:
 def test_prompts_are_not_written(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path, max_bytes=100)
     cache.keep(b"a private prompt", "yes")
-    cache.close()
     assert all(b"private" not in file.read_bytes() for file in tmp_path.iterdir())

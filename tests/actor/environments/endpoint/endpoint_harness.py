@@ -113,7 +113,6 @@ async def playing(
         yield game
     finally:
         game.close()
-        await endpoint.stop()
 
 
 def plain_client() -> httpx.AsyncClient:

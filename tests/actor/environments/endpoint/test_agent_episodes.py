@@ -87,7 +87,6 @@ async def playing(
     )  # fmt: skip
     actor.worker.handle(play)
     yield actor, chat_format
-    await actor.worker._endpoint.stop()
 
 
 async def ask(chat: Any, messages: list[Any], **options: Any) -> Any:
