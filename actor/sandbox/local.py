@@ -6,7 +6,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
-from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Program, Result, Sandbox
+from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Files, Program, Result, Sandbox
 from offbeat.actor.sandbox.running import run_program
 from offbeat.actor.sandbox.seccomp import is_known_machine
 from offbeat.common.processes.environment import num_cores
@@ -51,13 +51,7 @@ class Local:
         self._working: Backend | None = None
 
     async def run(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        files: Mapping[str, str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        memory_mb: int = MEMORY_MB,
+        self, code: str, *, stdin: str = "", files: Files = None, timeout_s: float = TIMEOUT_S, memory_mb: int = MEMORY_MB
     ) -> Result:
         """Run a Python program: see `Sandbox.run`. Raise `NoSandboxError` where no sandbox works."""
         files = files or {}
@@ -149,24 +143,14 @@ def check() -> None:
 
 
 async def run(
-    code: str,
-    *,
-    stdin: str = "",
-    files: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    memory_mb: int = MEMORY_MB,
+    code: str, *, stdin: str = "", files: Files = None, timeout_s: float = TIMEOUT_S, memory_mb: int = MEMORY_MB
 ) -> Result:
     """Run a Python program in the sandbox in use: see `Sandbox.run`."""
     return await _chosen.run(code, stdin=stdin, files=files, timeout_s=timeout_s, memory_mb=memory_mb)
 
 
 def run_sync(
-    code: str,
-    *,
-    stdin: str = "",
-    files: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    memory_mb: int = MEMORY_MB,
+    code: str, *, stdin: str = "", files: Files = None, timeout_s: float = TIMEOUT_S, memory_mb: int = MEMORY_MB
 ) -> Result:
     """Do the same in a function that is not async."""
     return asyncio.run(_chosen.run(code, stdin=stdin, files=files, timeout_s=timeout_s, memory_mb=memory_mb))

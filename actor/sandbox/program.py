@@ -25,6 +25,8 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0", "OMP_NU
 """The whole environment of a program. The same program has the same order in its sets, and numpy few threads."""
 INTERPRETER = (str(Path(sys.executable).resolve()), "-s", "-S", "-P", "-B", "-X", "utf8")
 """The interpreter with its standard library and nothing else."""
+Files = Mapping[str, str] | None
+"""Texts by their paths in a program's folder, into which they are written first."""
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
@@ -60,17 +62,11 @@ class Sandbox(Protocol):
     """Runs programs that nobody has read. `Local` does so on this machine."""
 
     async def run(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        files: Mapping[str, str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        memory_mb: int = MEMORY_MB,
+        self, code: str, *, stdin: str = "", files: Files = None, timeout_s: float = TIMEOUT_S, memory_mb: int = MEMORY_MB
     ) -> Result:
         """Run a Python program and return what it did, also when it failed or broke a limit.
 
-        `files` are written into its folder first, by name. Raise `offbeat.RewardUnavailable`, or an error of a connection, when
+        Raise `offbeat.RewardUnavailable`, or an error of a connection, when
         the sandbox fails and not the program: the episode or the reward is then tried again.
         """
         ...
