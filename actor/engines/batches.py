@@ -217,7 +217,7 @@ class _Batch:
 
 
 class OwnCaches:
-    """Unfinished completions, a pass for each batch in every step."""
+    """Unfinished completions, a pass for each batch in every step; see `PagedBatches` for the methods."""
 
     def __init__(self, model: PreTrainedModel, settings: EngineSettings, eos_token_ids: Sequence[int]) -> None:
         """Make no cache yet: each batch has its own, from its first pass to its end."""
@@ -237,13 +237,11 @@ class OwnCaches:
         self._batches: list[_Batch] = []
 
     def add(self, request_ids: Sequence[str], prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> None:
-        """Queue a completion of the prompt for each id."""
         empty: list[list[Any]] = [[[] for _ in request_ids] for _ in range(2)]
         batch = _Batch(list(request_ids), list(prompt), max_new_tokens, temperature, None, *empty)
         self._batches.append(batch)
 
     def step(self) -> list[FinishedCompletion]:
-        """Sample a token for the running completions; return those that finished."""
         finished: list[FinishedCompletion] = []
         for batch in self._batches:
             logits = self._next_logits(batch)
@@ -261,7 +259,6 @@ class OwnCaches:
         return finished
 
     def remove(self, request_ids: Iterable[str]) -> int:
-        """Forget these completions; return the number of their tokens."""
         gone = set(request_ids)
         num_tokens = 0
         for batch in self._batches:
@@ -272,7 +269,6 @@ class OwnCaches:
         return num_tokens
 
     def num_tokens(self) -> dict[str, int]:
-        """Return the number of tokens sampled so far of every unfinished completion."""
         return {request_id: batch.num_tokens for batch in self._batches for request_id in batch.request_ids}
 
     def restart(self, *, keeps_begun: bool) -> None:
