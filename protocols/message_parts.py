@@ -68,7 +68,6 @@ MAX_PARTS = 512
 """Most parts: 256 MB. The largest tokenizers have some 40 MB."""
 MAX_SETTINGS_CHARACTERS = 1 << 20
 FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(json|jinja|txt|model)\Z")]
-_encoder = msgspec.msgpack.Encoder()
 
 
 class JoinSettings(msgspec.Struct, frozen=True):
@@ -86,12 +85,9 @@ class JoinSettingsError(ValueError):
     """Bytes that are no join settings; the text says why."""
 
 
-_decoder = msgspec.msgpack.Decoder(JoinSettings)
-
-
 def encode_join_settings(settings: JoinSettings) -> bytes:
     """Return join settings as bytes; raise `JoinSettingsError` where no actor would take them."""
-    content = _encoder.encode(settings)
+    content = msgspec.msgpack.encode(settings)
     if len(content) > MAX_PARTS * PART_BYTES:
         raise JoinSettingsError(
             f"the model's small files have {len(content) >> 20} MB, more than {MAX_PARTS * PART_BYTES >> 20}"
@@ -103,7 +99,7 @@ def encode_join_settings(settings: JoinSettings) -> bytes:
 def decode_join_settings(content: bytes | bytearray) -> JoinSettings:
     """Return the join settings in these bytes, with all names and sizes checked."""
     try:
-        return _decoder.decode(content)
+        return msgspec.msgpack.decode(content, type=JoinSettings)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise JoinSettingsError(f"malformed: {error}") from error
 

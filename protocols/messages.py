@@ -375,8 +375,7 @@ class WeightPull(Message, frozen=True):
     """Longest wait for the next chunk."""
     bases: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BASES)] = ()
     """Checksums of older versions, oldest first. The server has the difference from each to the next one, and from the last to
-    `policy_version` (`common.weights.deltas`). An actor that holds one of them may fetch these instead of the weights. Since
-    minor version 4."""
+    `policy_version` (`common.weights.deltas`). An actor that holds one of them may fetch these instead of the weights."""
 
 
 class Chunk(Message, frozen=True):

@@ -30,15 +30,10 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {
-    messages.Welcome: 1,
-    messages.CanaryScored: 1,
-    messages.FilesScored: 1,
-    messages.CanaryRouted: 1,
-    messages.Chunk: 1,
-    messages.RunPart: 1,
-}
-"""Number of array frames after the body; other messages but groups and leases have none."""
+WITH_ARRAY = frozenset(
+    (messages.Welcome, messages.CanaryScored, messages.FilesScored, messages.CanaryRouted, messages.Chunk, messages.RunPart)
+)
+"""Messages with one array frame after the body; all others but groups and leases have none."""
 _FOR_PEOPLE = (
     messages.Ack,
     messages.Goodbye,
@@ -54,7 +49,6 @@ _FOR_PEOPLE = (
 """Messages with text that is printed, logged or drawn. The text of all others is names, or data such as a lease's prompt."""
 
 _encoder = msgspec.msgpack.Encoder()
-_tree_decoder = msgspec.msgpack.Decoder()
 
 Frame = bytes | bytearray | memoryview
 Array = NDArray[np.int32] | NDArray[np.float32] | NDArray[np.uint8]
@@ -184,7 +178,7 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
             raise WireError(f"malformed message: {plain(str(error), 200)}") from error
 
     def decode_newer(minor: int, body: Frame) -> Any:
-        tree = _tree_decoder.decode(body)
+        tree = msgspec.msgpack.decode(body)
         tag = tree.get("type") if isinstance(tree, Mapping) else None
         if not isinstance(tag, str):
             raise WireError("malformed message: it has no type")
@@ -243,7 +237,7 @@ def _num_arrays(message: messages.ActorMessage | messages.LearnerMessage) -> int
         return 2 + has_context(message.completions) + (message.experts is not None)
     if isinstance(message, messages.Lease):
         return 2 if message.images else 1
-    return ARRAY_FRAMES.get(type(message), 0)
+    return int(type(message) in WITH_ARRAY)
 
 
 def _check_arrays(message: messages.ActorMessage | messages.LearnerMessage, arrays: Sequence[Frame]) -> None:
