@@ -28,13 +28,14 @@ class GymnasiumEnvironment:
         self._name = name
         self._options = dict(arguments.get("make", {}))
         self._max_turns = int(arguments.get("max_turns", 50))
-        self._rules = str(arguments.get("rules", ""))
         self._without_action = float(arguments.get("without_action", 0.0))
         environment = self._make()
         space = environment.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"{name} has actions {space}, and a model writes whole numbers: give it a wrapper of your own")
         self._actions = range(int(space.start), int(space.start + space.n))
+        self._how = f"Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
+        self._rules = str(arguments.get("rules") or f"{name}. {self._how}")
         environment.close()
 
     def _make(self) -> Any:
@@ -58,8 +59,7 @@ class GymnasiumEnvironment:
             number += 1
 
     def _first(self, environment: Any, observation: Any) -> str:
-        rules = self._rules or f"{self._name}. Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
-        return f"{rules}\n{self._shown(environment, observation)}"
+        return f"{self._rules}\n{self._shown(environment, observation)}"
 
     def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
         """Play the row's seed until it ends or the next turn does not fit; return the sum of the rewards."""
@@ -75,7 +75,7 @@ class GymnasiumEnvironment:
                 chat.metric("turns", turn)
                 numbers = NUMBER.findall(answer)
                 if not numbers or int(numbers[-1]) not in self._actions:
-                    shown = f"Answer with an action, {self._actions.start} to {self._actions.stop - 1}."
+                    shown = self._how
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
                     total += self._without_action
                 else:

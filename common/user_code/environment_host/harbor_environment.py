@@ -120,17 +120,8 @@ class Box:
         self._task = task
         driver = ["-I", "-S", "-c", DRIVER]
         if task.image:
-            command = [
-                _engine(),
-                "run",
-                "-i",
-                "--rm",
-                "--network=none",
-                f"--pids-limit={MAX_PROCESSES}",
-                task.image,
-                "python3",
-                *driver,
-            ]
+            options = ["-i", "--rm", "--network=none", f"--pids-limit={MAX_PROCESSES}"]
+            command = [_engine(), "run", *options, task.image, "python3", *driver]
         else:
             command = [*_bubblewrap(task.variables), os.path.realpath(sys.executable), *driver]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
