@@ -76,53 +76,48 @@ BUSY_WAIT_S = 0.002
 
 def run_actor(config: Config, stop: StopRequest) -> str:
     """Wire an actor and run it until the run is over or a signal asks to leave. Return the reason for its end."""
-    # Before the processes start that ask the judge.
-    with handed_to_processes(config):
-        return _run_actor(config, stop)
-
-
-def _run_actor(config: Config, stop: StopRequest) -> str:
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     model = resolve_model(config.model.path)
     images = ImageReader(model) if config.data.image_field else None
-    # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
-    judge = start_workers(config, model) if config.task.environment else RewardRunner(config.task, config.actor)
-    keys, limit = keys_of_peer(config.hub, name), config.hub.max_message_mb << 20
-    link = Link(config.hub.address, identity=identity.peer(), max_message_bytes=limit, keys=keys)
-    with contextlib.closing(judge), link:
+    with contextlib.ExitStack() as stack:
+        # Before the processes start that ask the judge.
+        stack.enter_context(handed_to_processes(config))
+        # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
+        judge = start_workers(config, model) if config.task.environment else RewardRunner(config.task, config.actor)
+        stack.enter_context(contextlib.closing(judge))
+        keys, limit = keys_of_peer(config.hub, name), config.hub.max_message_mb << 20
+        link = stack.enter_context(Link(config.hub.address, identity=identity.peer(), max_message_bytes=limit, keys=keys))
         turn = ActorTurn.of_process()
         with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
             if turn is not None:
                 turn.begin()
             engine = make_engine(config.actor.engine, str(model), _engine_settings(config, name, model, images, turn))
+        stack.enter_context(contextlib.closing(engine))
         report_ready()
         info = engine.info
         logger.info(
             "engine ready: %s %s, %s on %s, %d tokens", *(info.name, info.version), info.dtype, info.device, info.max_model_len
         )
-        with contextlib.closing(engine):
-            outbox = Outbox(resend_after_s=config.hub.dead_after_s)
-            sampler = (
-                SingleTurns(engine, load_tokenizer(model), judge)
-                if isinstance(judge, RewardRunner)
-                else Episodes(
-                    engine,
-                    judge,
-                    config.environment,
-                    max_length=config.model.max_length,
-                    max_episode_tokens=max_episode_tokens(config),
-                    retry_s=config.task.reward_retry_s,
-                    keeps_kv=config.actor.on_update == "keep_kv",
-                )
+        outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+        sampler = (
+            SingleTurns(engine, load_tokenizer(model), judge)
+            if isinstance(judge, RewardRunner)
+            else Episodes(
+                engine,
+                judge,
+                config.environment,
+                max_length=config.model.max_length,
+                max_episode_tokens=max_episode_tokens(config),
+                retry_s=config.task.reward_retry_s,
+                keeps_kv=config.actor.on_update == "keep_kv",
             )
-            leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=limit, images=images)
-            gpu = None if turn is None else _turns_of(engine, turn)
-            service = ActorService(
-                identity=identity, config=config, engine=engine, leases=leases, link=link, stop=stop, gpu=gpu
-            )
-            with serving(service.page, config.metrics.actor_bind):
-                return service.run()
+        )
+        leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=limit, images=images)
+        gpu = None if turn is None else _turns_of(engine, turn)
+        service = ActorService(identity=identity, config=config, engine=engine, leases=leases, link=link, stop=stop, gpu=gpu)
+        stack.enter_context(serving(service.page, config.metrics.actor_bind))
+        return service.run()
 
 
 def _engine_settings(
