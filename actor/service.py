@@ -255,8 +255,8 @@ class ActorService:
         outcome = self._weights.outcome()
         if outcome is None:
             return
-        self._learner.send(outcome.as_message())
-        if outcome.error is None:
+        self._learner.send(outcome)
+        if not outcome.error:
             with self._seconds.spent_on("commit_weights"):
                 self._weights.commit(outcome.policy_version)
 

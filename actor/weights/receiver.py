@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -37,24 +36,6 @@ LONGEST_LOOK_S = 5.0
 """Longest time between two looks that counts: a process that was stopped has not waited."""
 
 
-class TransferEnd(NamedTuple):
-    """The end of a transfer."""
-
-    policy_version: int
-    epoch: int | None
-    """The collective's membership epoch; None for a pull."""
-    error: str | None
-    """The reason for a failure; None when the whole version lies in the buffer."""
-    delta_error: str = ""
-    """The reason why differences failed and all weights were pulled."""
-
-    def as_message(self) -> WeightsStaged:
-        """Return the report to the learner."""
-        epoch = -1 if self.epoch is None else self.epoch
-        error = self.error or ""
-        return WeightsStaged(policy_version=self.policy_version, epoch=epoch, error=error, delta_error=self.delta_error)
-
-
 class ChecksumError(RuntimeError):
     """The received bytes are not those of the learner."""
 
@@ -72,7 +53,7 @@ class WeightReceiver:
         self.buffer = WeightBuffer(layout)
         self._open_link = open_link
         self._announced: WeightUpdate | WeightPull | None = None
-        self._outcome: TransferEnd | None = None
+        self._outcome: WeightsStaged | None = None
         self._is_receiving = False
         self._patience_s = 0.0
         """Time for which the transfer under way may stay as it is."""
@@ -103,7 +84,7 @@ class WeightReceiver:
         with self._changed:
             return self._is_receiving or self._announced is not None or self._outcome is not None
 
-    def outcome(self) -> TransferEnd | None:
+    def outcome(self) -> WeightsStaged | None:
         """Return the transfer that ended since the last call. After a success, commit from `buffer`, then `release`."""
         with self._changed:
             if self._failure is not None:
@@ -143,11 +124,13 @@ class WeightReceiver:
                 error = self._receive(update)
                 with self._changed:
                     self._is_receiving = False
-                    self._is_buffer_free = error is not None
+                    self._is_buffer_free = bool(error)
                     # The learner does not care how an update failed that it has replaced by a newer one.
-                    if error is None or self._announced is None:
-                        epoch = update.epoch if isinstance(update, WeightUpdate) else None
-                        self._outcome = TransferEnd(update.policy_version, epoch, error, self._delta_error)
+                    if not error or self._announced is None:
+                        epoch = update.epoch if isinstance(update, WeightUpdate) else -1
+                        self._outcome = WeightsStaged(
+                            policy_version=update.policy_version, epoch=epoch, error=error, delta_error=self._delta_error
+                        )
             self._drop_group()
             self._store = None
         except BaseException as error:  # noqa: BLE001  a dead receiver must raise in the actor's loop
@@ -168,8 +151,8 @@ class WeightReceiver:
         """Note that a transfer moves."""
         self._patience_s, self._looked_at = update.timeout_s + STUCK_S, time.monotonic()
 
-    def _receive(self, update: WeightUpdate | WeightPull) -> str | None:
-        """Fill the buffer. Return the error if that failed or the bytes are not the learner's, else None."""
+    def _receive(self, update: WeightUpdate | WeightPull) -> str:
+        """Fill the buffer. Return the error if that failed or the bytes are not the learner's, else an empty text."""
 
         def is_superseded() -> bool:
             self._beat(update)
@@ -188,8 +171,8 @@ class WeightReceiver:
             self._store = None
             if not self._is_closed:
                 logger.warning("weights %d: %s", update.policy_version, error)
-            return str(error).splitlines()[0]
-        return None
+            return str(error).strip().splitlines()[0]
+        return ""
 
     def _pull(self, pull: WeightPull, is_superseded: Callable[[], bool]) -> None:
         """Bring the buffer to this version by differences where the server has them, else by all weights."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.actor.engines.engine import Engine
-from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
 
@@ -77,7 +77,7 @@ class WeightUpdates:
         if self._receiver is not None:
             self._receiver.announce(update)
 
-    def outcome(self) -> TransferEnd | None:
+    def outcome(self) -> messages.WeightsStaged | None:
         """Return the transfer that ended since the last call. After a success, call `commit`."""
         return None if self._receiver is None else self._receiver.outcome()
 

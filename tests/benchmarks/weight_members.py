@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.learner.weights.actor_versions import Recipient
-from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
+from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.benchmarks.measuring import (
     print_table,
     processes,
@@ -147,18 +147,18 @@ class Stage:
                     continue
                 self._take(connections[connection], received)
 
-    def _take(self, actor: Actor, received: TransferEnd | float) -> None:
-        if not isinstance(received, TransferEnd):
+    def _take(self, actor: Actor, received: WeightsStaged | float) -> None:
+        if not isinstance(received, WeightsStaged):
             actor.befell_at = received
             return
-        version, epoch, error, _ = received
-        self.publisher.handle(actor.name, received.as_message())
-        if error:
+        version = received.policy_version
+        self.publisher.handle(actor.name, received)
+        if received.error:
             return
         actor.policy_version = version
         actor.committed_at[version] = time.monotonic()
         self.publisher.handle(actor.name, WeightsCommitted(policy_version=version, stall_s=0.0))
-        if epoch is None:
+        if received.epoch < 0:
             actor.num_pulled += 1
             if self.is_churning:
                 self.join(actor)

@@ -10,9 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
-from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.records.rows import row_fields
 from offbeat.common.weights import collectives
 from offbeat.common.weights.flat import checksum, make_layout
@@ -20,7 +21,7 @@ from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightUpdate
+from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.forked import context
 
 SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
@@ -200,18 +201,18 @@ class Fleet:
             outcome, received = receiver.connection.recv()
         except (EOFError, OSError):
             return
-        assert isinstance(outcome, TransferEnd)
+        assert isinstance(outcome, WeightsStaged)
         if receiver.is_mute:
             return
         version = outcome.policy_version
         if receiver.num_breaks:
             receiver.num_breaks -= 1
-            outcome = outcome._replace(error="bucket 1 of 1: Connection reset by peer")
+            outcome = msgspec.structs.replace(outcome, error="bucket 1 of 1: Connection reset by peer")
         if not outcome.error:
             receiver.checksums[version] = received
-            receiver.epochs[version] = outcome.as_message().epoch
+            receiver.epochs[version] = outcome.epoch
             receiver.policy_version = version
-        self.publisher.handle(receiver.name, outcome.as_message())
+        self.publisher.handle(receiver.name, outcome)
         if not outcome.error:
             self.publisher.handle(receiver.name, WeightsCommitted(policy_version=version, stall_s=0.0))
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.actor.weights.receiver import TransferEnd
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.weights.flat import ALIGNMENT, WeightBuffer, checksum, make_layout
 from offbeat.learner.weights.actor_versions import Recipient
@@ -261,7 +260,7 @@ class Bench:
     def open_link(self, address: str) -> Link:
         return Link(address, identity=PEER, max_message_bytes=LIMIT)
 
-    def outcome(self, patience_s: float = PATIENCE_S) -> TransferEnd | None:
+    def outcome(self, patience_s: float = PATIENCE_S) -> WeightsStaged | None:
         """Return the next outcome, or None when there is none in time."""
         deadline = time.monotonic() + patience_s
         while (outcome := self.updates.outcome()) is None and time.monotonic() < deadline:
@@ -283,7 +282,7 @@ def test_every_update_is_received_and_committed_not_only_the_first(bench: Bench)
         bench.updates.announce(bench.server.offer(version, value=version / 2))
         assert bench.updates.is_busy
         bench.server.serve(version)
-        assert bench.outcome() == TransferEnd(version, None, None)
+        assert bench.outcome() == WeightsStaged(policy_version=version, epoch=-1)
         bench.updates.commit(version)
         assert not bench.updates.is_busy
         assert bench.engine.policy_version == version
@@ -298,7 +297,7 @@ def test_score_of_the_files_is_made_before_the_first_update_and_sent_to_each_lea
     assert bench.file_scores == [[-6, -7]]
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
-    assert bench.outcome() == TransferEnd(1, None, None)
+    assert bench.outcome() == WeightsStaged(policy_version=1, epoch=-1)
     bench.updates.commit(1)
     bench.engine.logprob_offset = 0.5
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=True)
@@ -311,14 +310,14 @@ def test_buffer_is_not_overwritten_before_the_commit(bench: Bench) -> None:
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
-    assert bench.outcome() == TransferEnd(1, None, None)
+    assert bench.outcome() == WeightsStaged(policy_version=1, epoch=-1)
     bench.updates.announce(bench.server.offer(2, value=2.0))
     assert bench.outcome(0.2) is None
     assert bench.server.hub.receive() is None, "the second pull has begun"
     bench.updates.commit(1)
     assert bench.engine.weights["w"].unique().tolist() == [1.0]
     bench.server.serve(2)
-    assert bench.outcome() == TransferEnd(2, None, None)
+    assert bench.outcome() == WeightsStaged(policy_version=2, epoch=-1)
 
 
 def test_weights_of_the_learner_before_are_not_committed_to_the_next(bench: Bench) -> None:
@@ -338,7 +337,7 @@ def test_second_welcome_of_one_learner_does_not_lose_its_update(bench: Bench) ->
     bench.updates.announce(bench.server.offer(9, value=1.0))
     bench.updates.join(LAYOUT, [8, 9], is_another_learner=False)
     bench.server.serve(9)
-    assert bench.outcome() == TransferEnd(9, None, None)
+    assert bench.outcome() == WeightsStaged(policy_version=9, epoch=-1)
 
 
 def test_another_layout_gets_another_buffer(bench: Bench) -> None:
@@ -346,7 +345,7 @@ def test_another_layout_gets_another_buffer(bench: Bench) -> None:
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
-    assert bench.outcome() == TransferEnd(1, None, None)
+    assert bench.outcome() == WeightsStaged(policy_version=1, epoch=-1)
 
 
 def test_actor_commits_a_second_update_and_samples_with_it(learner: Learner, bench: Bench) -> None:

@@ -104,8 +104,8 @@ class Bench:
         outcome = actor.receiver.outcome()
         if outcome is None:
             return
-        self.publisher.handle(actor.name, outcome.as_message())
-        if outcome.error is None:
+        self.publisher.handle(actor.name, outcome)
+        if outcome.error == "":
             assert actor.receiver.buffer.flat.unique().tolist() == [outcome.policy_version + 1]
             actor.policy_version = outcome.policy_version
             actor.receiver.release()

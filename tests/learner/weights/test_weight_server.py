@@ -12,11 +12,11 @@ import torch
 
 from offbeat.actor.weights import pull as weight_pull
 from offbeat.actor.weights.pull import MAX_DAMAGED, WINDOW
-from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.server import MAX_SERVINGS, WeightServer
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull
+from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull, WeightsStaged
 from offbeat.protocols.wire import Array
 
 pytestmark = pytest.mark.slow
@@ -135,7 +135,7 @@ def pull_from(port: int, *, expected: int | None = None, timeout_s: float = PATI
     )
 
 
-def outcome_of(receiver: WeightReceiver, pull: WeightPull) -> TransferEnd:
+def outcome_of(receiver: WeightReceiver, pull: WeightPull) -> WeightsStaged:
     receiver.announce(pull)
     deadline = time.monotonic() + PATIENCE_S
     while (outcome := receiver.outcome()) is None:
@@ -152,7 +152,7 @@ def error_of(receiver: WeightReceiver, pull: WeightPull) -> str:
 
 def test_pulled_version_is_the_servers_byte_for_byte(server: WeightServer, receiver: WeightReceiver) -> None:
     outcome = outcome_of(receiver, pull_from(server.port))
-    assert outcome == TransferEnd(VERSION, None, None)
+    assert outcome == WeightsStaged(policy_version=VERSION, epoch=-1)
     assert torch.equal(receiver.buffer.flat, FLAT)
     assert server.visitor(PEER).num_requests == NUM_CHUNKS
 
@@ -170,7 +170,7 @@ def test_pull_goes_on_with_the_missing_chunks_after_its_connection_was_cut(
 
     with proxy_to(server, cut_half_way) as proxy:
         outcome = outcome_of(receiver, pull_from(proxy.port))
-        assert outcome.error is None
+        assert outcome.error == ""
         assert torch.equal(receiver.buffer.flat, FLAT)
         assert proxy.num_connections == 2
     assert server.visitor(PEER).num_requests <= NUM_CHUNKS + WINDOW
@@ -194,7 +194,7 @@ def test_damaged_chunk_is_asked_for_again(server: WeightServer, receiver: Weight
     with proxy_to(server, flip_once) as proxy:
         outcome = outcome_of(receiver, pull_from(proxy.port))
     assert damaged.is_set()
-    assert outcome.error is None
+    assert outcome.error == ""
     assert torch.equal(receiver.buffer.flat, FLAT)
     assert server.visitor(PEER).num_requests == NUM_CHUNKS + 1
 
@@ -218,7 +218,7 @@ def test_version_whose_whole_checksum_is_not_the_announced_one_is_refused(
 
 def test_error_leaves_the_buffer_free_for_the_next_pull(server: WeightServer, receiver: WeightReceiver) -> None:
     assert outcome_of(receiver, pull_from(server.port, version=VERSION + 1)).error
-    assert outcome_of(receiver, pull_from(server.port)).error is None
+    assert outcome_of(receiver, pull_from(server.port)).error == ""
 
 
 def test_version_that_is_not_lent_is_gone(server: WeightServer, receiver: WeightReceiver) -> None:
@@ -255,7 +255,7 @@ def test_pull_that_a_newer_announcement_replaces_is_no_news(server: WeightServer
         while receiver._announced is not None:
             time.sleep(0.002)
         outcome = outcome_of(receiver, pull_from(server.port))
-    assert outcome == TransferEnd(VERSION, None, None)
+    assert outcome == WeightsStaged(policy_version=VERSION, epoch=-1)
 
 
 def test_pull_ends_when_the_receiver_is_closed() -> None:
@@ -313,6 +313,6 @@ def test_chunk_whose_answer_was_lost_is_asked_for_again(
         return send(peer, message, *arrays)
 
     monkeypatch.setattr(server._hub, "send", lose_two)
-    assert outcome_of(receiver, pull_from(server.port)).error is None
+    assert outcome_of(receiver, pull_from(server.port)).error == ""
     assert torch.equal(receiver.buffer.flat, FLAT)
     assert lost == [5, 5]
