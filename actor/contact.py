@@ -14,16 +14,7 @@ from offbeat.common.settings.loading import weighted_reward
 from offbeat.common.user_code.functions import hash_sources
 from offbeat.protocols.channels import Link
 from offbeat.protocols.message_parts import EngineInfo
-from offbeat.protocols.messages import (
-    HEARTBEAT_S,
-    ActorHeartbeat,
-    ActorMessage,
-    ActorStats,
-    Hello,
-    LearnerHeartbeat,
-    RewardTrouble,
-    Welcome,
-)
+from offbeat.protocols.messages import HEARTBEAT_S, ActorHeartbeat, ActorMessage, Hello, LearnerHeartbeat, Welcome
 from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +131,7 @@ class LearnerContact:
         """True while the learner is believed to know this actor."""
         self._run_id: str | None = None
         self._learner_incarnation: int | None = None
-        self._newest_lease_id: int | None = None
+        self.newest_lease_id: int | None = None
         """The learner's newest lease for this actor, as its last heartbeat said."""
         now = clock()
         self._heard_at = now
@@ -172,12 +163,12 @@ class LearnerContact:
         self._run_id = welcome.run_id
         self._learner_incarnation = welcome.learner_incarnation
         # The hello listed all leases held here. The learner takes back the others itself, and counts anew.
-        self._newest_lease_id = None
+        self.newest_lease_id = None
         return is_another
 
     def note_heartbeat(self, heartbeat: LearnerHeartbeat) -> None:
         """Remember the newest lease that the learner sent to this actor."""
-        self._newest_lease_id = None if heartbeat.newest_lease_id < 0 else heartbeat.newest_lease_id
+        self.newest_lease_id = None if heartbeat.newest_lease_id < 0 else heartbeat.newest_lease_id
 
     def lose(self) -> None:
         """Start to look for the learner again."""
@@ -219,18 +210,6 @@ class LearnerContact:
     def is_heartbeat_due(self) -> bool:
         """Return True when the next heartbeat is due."""
         return self._clock() - self._heartbeat_at >= HEARTBEAT_S
-
-    def make_heartbeat(
-        self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...], reward_trouble: RewardTrouble | None
-    ) -> ActorHeartbeat:
-        """Return a heartbeat that tells the learner the state of this actor."""
-        return ActorHeartbeat(
-            policy_version=-1 if policy_version is None else policy_version,
-            stats=stats,
-            lease_ids=lease_ids,
-            seen_lease_id=-1 if self._newest_lease_id is None else self._newest_lease_id,
-            reward_trouble=reward_trouble,
-        )
 
     def send_heartbeat(self, heartbeat: ActorHeartbeat) -> None:
         """Send a heartbeat; the next one is due `HEARTBEAT_S` later."""

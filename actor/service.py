@@ -229,8 +229,13 @@ class ActorService:
             self._offer()
 
     def _heartbeat(self) -> messages.ActorHeartbeat:
-        heartbeat = self._learner.make_heartbeat(
-            self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
+        version, seen_lease_id = self._engine.policy_version, self._learner.newest_lease_id
+        heartbeat = messages.ActorHeartbeat(
+            policy_version=-1 if version is None else version,
+            stats=self._stats(),
+            lease_ids=self._held_lease_ids(),
+            seen_lease_id=-1 if seen_lease_id is None else seen_lease_id,
+            reward_trouble=self._leases.sampler.retries.trouble(time.monotonic()),
         )
         self.page.show(heartbeat)
         return heartbeat
@@ -392,14 +397,6 @@ class ActorService:
             seconds=self._seconds.totals(),
             judge=counts_of_judge(),
             environment=self._leases.sampler.counts(),
-        )
-
-    def _reward_trouble(self) -> messages.RewardTrouble | None:
-        trouble = self._leases.sampler.retries.trouble()
-        if trouble is None:
-            return None
-        return messages.RewardTrouble(
-            waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.lease_ids
         )
 
     def _leave(self) -> None:

@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from offbeat.protocols.messages import RewardTrouble
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +64,6 @@ class Failures:
         self.problem = problem
         again_at = now + back_off_s(self.num)
         self.again_at = again_at if again_at <= self.since + retry_s else None
-
-
-class UnavailableRewards(NamedTuple):
-    """Rewards that are unavailable at the moment, and tried again."""
-
-    since: float
-    """Time of the first failure of the lease that waits longest, on `time.monotonic`."""
-    problem: str
-    """The newest failure; one line."""
-    lease_ids: tuple[int, ...]
-    """The leases that wait."""
 
 
 class Retries(Generic[Key]):
@@ -128,15 +119,15 @@ class Retries(Generic[Key]):
                     due.append(key)
         return due
 
-    def trouble(self) -> UnavailableRewards | None:
+    def trouble(self, now: float) -> RewardTrouble | None:
         """Return what is unavailable; None while nothing is."""
         with self._lock:
             failing = dict(self._failing)
         if not failing:
             return None
-        since = min(failures.since for failures in failing.values())
+        waiting_s = now - min(failures.since for failures in failing.values())
         lease_ids = tuple(dict.fromkeys(map(self._lease_of, failing)))
-        return UnavailableRewards(since, [*failing.values()][-1].problem, lease_ids)
+        return RewardTrouble(waiting_s=waiting_s, problem=[*failing.values()][-1].problem, lease_ids=lease_ids)
 
 
 class Breaker:

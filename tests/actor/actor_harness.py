@@ -15,7 +15,6 @@ from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
 from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import Sample
 from offbeat.actor.sampling import SingleTurns
@@ -35,6 +34,7 @@ from offbeat.protocols.messages import (
     LearnerHeartbeat,
     LearnerMessage,
     Lease,
+    RewardTrouble,
     Sampling,
     Welcome,
 )
@@ -144,10 +144,11 @@ class FakeRewards:
     def cancel(self, key: int) -> None:
         self.cancelled.append(key)
 
-    def trouble(self) -> UnavailableRewards | None:
+    def trouble(self, now: float) -> RewardTrouble | None:
         if not self.is_held or not self._results:
             return None
-        return UnavailableRewards(time.monotonic() - 7.0, "the judge is down", tuple(result.key for result in self._results))
+        lease_ids = tuple(result.key for result in self._results)
+        return RewardTrouble(waiting_s=7.0, problem="the judge is down", lease_ids=lease_ids)
 
     def poll(self) -> list[Rewarded | RewardFailure]:
         self.num_polls += 1

@@ -48,7 +48,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
         for key in range(4):
             runner.submit(key, samples(["7", "8"], {"answer": 7}))
         deadline = time.monotonic() + 10
-        while (trouble := runner.retries.trouble()) is None or len(trouble.lease_ids) < 4:
+        while (trouble := runner.retries.trouble(time.monotonic())) is None or len(trouble.lease_ids) < 4:
             assert time.monotonic() < deadline
             assert runner.poll() == []
 

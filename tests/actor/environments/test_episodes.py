@@ -302,14 +302,14 @@ def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_
         assert len(game.workers.sent) == plays, "not at once"
         game.now += 8
         game.poll()
-    trouble = game.episodes.retries.trouble()
+    trouble = game.episodes.retries.trouble(game.now)
     assert trouble is not None
-    assert (trouble.since, trouble.problem, trouble.lease_ids) == (0.0, "judge down", (7,))
+    assert (trouble.waiting_s, trouble.problem, trouble.lease_ids) == (game.now, "judge down", (7,))
     game.poll(sample("7/0/4"))
     game.sampled("7/0/4", 1, [6])
     (played,) = game.poll(ended("7/0/4"))
     assert isinstance(played, RewardedGroup)
-    assert game.episodes.retries.trouble() is None
+    assert game.episodes.retries.trouble(game.now) is None
 
 
 def test_while_most_episodes_fail_one_is_tried_now_and_then() -> None:
@@ -343,7 +343,7 @@ def test_tool_that_stays_down_fails_the_lease_and_is_no_zero() -> None:
     (failure,) = game.poll(down("7/0/2"))
     assert failure == SamplingFailure(7, "environment_unavailable", "judge down; played 3 times in 60 s")
     assert game.poll() == []
-    assert game.episodes.retries.trouble() is None
+    assert game.episodes.retries.trouble(game.now) is None
     assert not game.episodes.is_waiting
 
 
@@ -448,9 +448,9 @@ def test_cancelled_lease_answers_nothing_whatever_still_arrives() -> None:
 def test_cancelled_lease_whose_episode_was_put_off_is_not_played_again() -> None:
     game = Game(group_size=2)
     assert game.poll(down("7/1/0")) == []
-    assert game.episodes.retries.trouble() is not None
+    assert game.episodes.retries.trouble(game.now) is not None
     game.episodes.cancel(7)
-    assert game.episodes.retries.trouble() is None
+    assert game.episodes.retries.trouble(game.now) is None
     num_sent = len(game.workers.sent)
     game.now = 100
     assert game.poll() == []

@@ -16,10 +16,10 @@ from offbeat.actor.rewards.retries import (
     Failures,
     RateLimiter,
     Retries,
-    UnavailableRewards,
     back_off_s,
 )
 from offbeat.actor.rewards.samples import Sample
+from offbeat.protocols.messages import RewardTrouble
 from tests.actor.rewards.reward_harness import samples
 
 
@@ -57,7 +57,7 @@ def test_what_was_forgotten_is_not_tried_again() -> None:
     retries.fail((7, 0), "the tool is down", now=0.0)
     retries.forget((7, 0))
     assert retries.take_due(100.0) == []
-    assert retries.trouble() is None
+    assert retries.trouble(now=6.0) is None
 
 
 def test_trouble_is_the_newest_problem_since_the_first_failure_and_names_each_lease_once() -> None:
@@ -66,17 +66,17 @@ def test_trouble_is_the_newest_problem_since_the_first_failure_and_names_each_le
     retries.fail((8, 0), "other", now=2.0)
     retries.fail((8, 1), "other", now=3.0)
     retries.fail((7, 0), "new", now=4.0)
-    assert retries.trouble() == UnavailableRewards(1.0, "new", (8, 7))
+    assert retries.trouble(now=6.0) == RewardTrouble(waiting_s=5.0, problem="new", lease_ids=(8, 7))
     for key in ((7, 0), (8, 1), (8, 0)):
-        assert retries.trouble() is not None
+        assert retries.trouble(now=6.0) is not None
         retries.succeed(key, now=5.0)
-    assert retries.trouble() is None
+    assert retries.trouble(now=6.0) is None
 
 
 def test_what_is_given_up_is_no_trouble_any_more(caplog: pytest.LogCaptureFixture) -> None:
     retries = new_retries(retry_s=0.0)
     assert retries.fail((7, 0), "down", now=0.0).again_at is None
-    assert retries.trouble() is None
+    assert retries.trouble(now=6.0) is None
     assert caplog.records == [], "nothing waits"
 
 

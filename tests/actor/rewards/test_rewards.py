@@ -280,7 +280,7 @@ def test_a_reward_that_hangs_every_time_keeps_a_process_busy_for_three_attempts_
     outcome = failure(runner, "fast", "slow")
     assert outcome.reason == "reward_timeout"
     assert "; tried 3 times in " in outcome.detail
-    assert runner.retries.trouble() is None
+    assert runner.retries.trouble(time.monotonic()) is None
 
 
 def test_a_reward_that_ends_its_process_fails_alone(make_runner):
