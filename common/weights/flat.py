@@ -39,7 +39,8 @@ class SharedBytes:
         """
         # Not in /dev/shm, which is small in containers.
         self._file = os.memfd_create(f"offbeat-{secrets.token_hex(8)}")
-        self._end = weakref.finalize(self, os.close, self._file)
+        # Whoever has mapped the memory keeps it.
+        weakref.finalize(self, os.close, self._file)
         if is_reserved:
             # An empty range is refused.
             os.posix_fallocate(self._file, 0, max(1, num_bytes))
@@ -47,10 +48,6 @@ class SharedBytes:
         self.address = Address(path, str(Path(path).readlink()))
         self.flat = _map(path, num_bytes)
         """`[num_bytes]` uint8, zeros."""
-
-    def close(self) -> None:
-        """Take the address away; who has mapped the memory keeps it."""
-        self._end()
 
 
 def map_bytes(address: Address, num_bytes: int) -> torch.Tensor:

@@ -25,21 +25,21 @@ def test_other_process_writes_what_the_owner_reads() -> None:
 
 
 @pytest.mark.parametrize("is_reserved", [True, False])
-def test_address_leads_nowhere_when_the_owner_has_closed_it_and_mapped_bytes_stay(is_reserved: bool) -> None:
+def test_address_leads_nowhere_when_its_owner_is_gone_and_mapped_bytes_stay(is_reserved: bool) -> None:
     memory = SharedBytes(100, is_reserved=is_reserved)
-    mapped = map_bytes(memory.address, 100)
-    memory.close()
-    memory.close()
+    address, flat = memory.address, memory.flat
+    mapped = map_bytes(address, 100)
+    del memory
     with pytest.raises(OSError, match="proc"):
-        map_bytes(memory.address, 100)
-    memory.flat.fill_(3)
+        map_bytes(address, 100)
+    flat.fill_(3)
     assert mapped.sum() == 300
 
 
 def test_number_of_another_file_is_not_taken_for_the_memory() -> None:
     first = SharedBytes(100)
     address = first.address
-    first.close()
+    del first
     # The file descriptor of the first one comes again.
     second = SharedBytes(100)
     assert second.address.path == address.path
