@@ -60,15 +60,8 @@ def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TC
     """
     family = socket.AF_INET6 if ":" in listen_on else socket.AF_INET
     listener = socket.create_server((listen_on, port), family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -167,15 +160,13 @@ class GlooGroup:
         Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
         """
         assert self._group is not None, "it was not made"
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
         buckets = buffer.flat.split(self._seat.bucket_bytes)
         for index, bucket in enumerate(buckets):
             beat()
             with _as_collective_error(f"bucket {index + 1} of {len(buckets)}"):
-                # No local name: an exception would keep it, and with it the group, alive beyond `close`.
-                self._group.broadcast([bucket], options).wait()
+                # Rank 0, the learner, is the root by default. No local name: an exception would keep it, and with it the group,
+                # alive beyond `close`.
+                self._group.broadcast([bucket], dist.BroadcastOptions()).wait()
 
     def close(self) -> None:
         """Give up the group; members blocked in it fail at once instead of at their time limit."""

@@ -242,7 +242,7 @@ class NcclMember:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seat.timeout_s)
         self._group = dist.ProcessGroupNCCL(store, seat.rank, seat.world_size, options)
-        self._end(self._group.broadcast([self._buckets[0][:1]], _root(dist.BroadcastOptions())))
+        self._end(self._group.broadcast([self._buckets[0][:1]], dist.BroadcastOptions()))
 
     def _transfer(self, transfer: Transfer, report: Callable[[], None]) -> None:
         """Broadcast the memory. While a bucket is on the wire, rank 0 copies the next one, and the others the one before."""
@@ -253,7 +253,7 @@ class NcclMember:
             buckets[0].copy_(parts[0], non_blocking=True)
         for index, bucket in enumerate(buckets):
             # On the device it begins after the copies before, which are on the current stream.
-            work = self._group.broadcast([bucket], _root(dist.BroadcastOptions()))
+            work = self._group.broadcast([bucket], dist.BroadcastOptions())
             if is_root and index + 1 < len(parts):
                 buckets[index + 1].copy_(parts[index + 1], non_blocking=True)
             if not is_root and index:
@@ -276,17 +276,11 @@ class NcclMember:
 
         The root's part of a broadcast is over earlier than theirs, and giving up the communicator then would cut the last one.
         """
-        self._end(self._group.reduce([self._buckets[0][:1]], _root(dist.ReduceOptions())))
+        self._end(self._group.reduce([self._buckets[0][:1]], dist.ReduceOptions()))
 
     def _end(self, work: Any) -> None:
         # Without the time limit NCCL's `wait` returns at once: it only makes the device's stream wait.
         work.wait(timedelta(seconds=self._start.seat.timeout_s))
-
-
-def _root(options: Any) -> Any:
-    options.rootRank = 0
-    options.rootTensor = 0
-    return options
 
 
 def take_device(gpu_index: int) -> torch.device:
