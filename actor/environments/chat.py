@@ -26,6 +26,7 @@ from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import encode_prompt
 from offbeat.common.user_code.environment_function import ToolSchema
+from offbeat.common.user_code.requests import Message
 
 SETTING = "data.chat_template"
 _CURE = (
@@ -34,11 +35,6 @@ _CURE = (
 )
 _DUMMY = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
 _PROBE = {"role": "user", "content": "three"}
-
-
-Message = Mapping[str, Any]
-"""A message as chat templates know it: `role`, `content`, and what else the template knows (`tool_call_id`, `name`,
-`tool_calls`, `reasoning_content`)."""
 
 
 def checked_message(message: object) -> Message:

@@ -12,7 +12,8 @@ import msgspec
 Body = Mapping[str, Any]
 """The JSON object of a request."""
 Message = Mapping[str, Any]
-"""A message in the form of OpenAI's chat completions: `role`, `content` as text, perhaps `tool_calls` and `tool_call_id`."""
+"""A message in the form of OpenAI's chat completions: `role`, `content` as text, and what else a chat template knows, such as
+`tool_calls`, `tool_call_id` and `reasoning_content`."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 

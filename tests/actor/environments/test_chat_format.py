@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat import ChatFormat, Message
+from offbeat.actor.environments.chat import ChatFormat
 from offbeat.common.errors import SettingError
+from offbeat.common.user_code.requests import Message
 
 STRIPPING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
