@@ -18,12 +18,10 @@ from offbeat.common.user_code.requests import (
     text_of,
 )
 
-HARMLESS = frozenset(
-    {
-        "messages", "model", "system", "tools", "max_tokens", "stream", "cache_control", "container", "diagnostics",
-        "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
-    }
-)  # fmt: skip
+HARMLESS = frozenset({
+    "messages", "model", "system", "tools", "max_tokens", "stream", "cache_control", "container", "diagnostics",
+    "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
+})  # fmt: skip
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {408: "timeout_error", 410: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 

@@ -17,13 +17,11 @@ from offbeat.common.user_code.requests import (
     text_of,
 )
 
-HARMLESS = frozenset(
-    {
-        "messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "parallel_tool_calls",
-        "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
-    }
-)  # fmt: skip
+HARMLESS = frozenset({
+    "messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "parallel_tool_calls",
+    "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+})  # fmt: skip
 
 
 def read(body: Body) -> Call:

@@ -9,13 +9,11 @@ from offbeat.actor.environments.endpoint.chat_completions import write_problem
 from offbeat.common.user_code.requests import Body, CallRefused, read_responses, text_field
 
 _STORED = ("previous_response_id", "conversation", "prompt")
-HARMLESS = frozenset(
-    {
-        *_STORED, "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
-        "moderation", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning",
-        "safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "truncation", "user",
-    }
-)  # fmt: skip
+HARMLESS = frozenset({
+    *_STORED, "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
+    "moderation", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning",
+    "safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "truncation", "user",
+})  # fmt: skip
 
 
 def read(body: Body) -> Call:
