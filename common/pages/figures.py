@@ -171,32 +171,12 @@ def log_layout(traces: Sequence[Trace], y_title: str, tick_format: str) -> Layou
 
 def add_limit(layout: Layout, value: float, label: str, *, below: bool = False) -> None:
     """Add a dashed horizontal line, with `label` at its right end, above it or below."""
-    layout["shapes"].append(
-        {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": value,
-            "y1": value,
-            "line": {"color": ORANGE, "width": 1.2, "dash": "dash"},
-        }
-    )
-    layout["annotations"].append(
-        {
-            "xref": "paper",
-            "x": 1,
-            "xanchor": "right",
-            "y": value,
-            "yanchor": "top" if below else "bottom",
-            "yshift": -2 if below else 2,
-            "borderpad": 1,
-            "bgcolor": CARD,
-            "text": label,
-            "showarrow": False,
-            "font": {"color": ORANGE, "size": 10},
-        }
-    )
+    ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
+    layout["shapes"].append({"type": "line", **ends, "line": {"color": ORANGE, "width": 1.2, "dash": "dash"}})
+    side = {"yanchor": "top", "yshift": -2} if below else {"yanchor": "bottom", "yshift": 2}
+    place = {"xref": "paper", "x": 1, "xanchor": "right", "y": value, **side}
+    look = {"borderpad": 1, "bgcolor": CARD, "showarrow": False, "font": {"color": ORANGE, "size": 10}}
+    layout["annotations"].append({**place, **look, "text": label})
 
 
 def figure_json(plot: Plot) -> str:
