@@ -148,7 +148,9 @@ class PagedBatches:
 
     def num_tokens(self) -> dict[str, int]:
         """Return the number of tokens sampled so far of every unfinished completion."""
-        return {state.request_id: _num_tokens(state) for state in self._states()}
+        scheduler = self._batches.scheduler
+        states = [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
+        return {state.request_id: _num_tokens(state) for state in states}
 
     def restart(self, *, keeps_begun: bool) -> None:
         """Continue running completions from a new pass over their prompt and tokens.
@@ -163,11 +165,6 @@ class PagedBatches:
             scheduler.finish_request(state.request_id)
             scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
             scheduler.waiting_requests_order.appendleft(state.request_id)
-
-    def _states(self) -> Iterator[RequestState]:
-        """Yield the batching state of every unfinished completion."""
-        yield from self._batches.scheduler.active_requests.values()
-        yield from self._batches.scheduler.waiting_requests.values()
 
 
 def _num_tokens(state: RequestState) -> int:

@@ -238,8 +238,7 @@ def configure_logs(service: str) -> None:
     if _format() not in _FORMATS:
         raise SettingError(FORMAT_VARIABLE, _format(), "this is not a log format", f"Use one of: {', '.join(_FORMATS)}.")
     root = logging.getLogger()
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
+    root.handlers.clear()
     if console().is_interactive and _format() == "text":
         handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
         handler.setFormatter(_OneLineFormatter("%(service)s  %(message)s", defaults={"service": service}))
