@@ -68,18 +68,14 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of an actor since its start. `ActorRow` has the same fields: the roster copies them by name."""
+    """Counters of an actor since its start. `ActorRow` explains the same fields; the roster copies them by name."""
 
     num_generated_tokens: Natural = 0
     num_groups_sent: Natural = 0
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
-    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`,
-    `wait_gpu`."""
     judge: Counts = {}
-    """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`."""
     environment: Counts = {}
-    """Episodes `begun` and `ended`, `turns`, `seconds` that functions had the word, and more."""
 
 
 class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
