@@ -34,7 +34,6 @@ class KeyFileError(ValueError):
 
     def __init__(self, path: Path, problem: str, cure: str) -> None:
         super().__init__(f"{path}: {problem}. {cure}")
-        self.path = path
         self.problem = problem
         self.cure = cure
 

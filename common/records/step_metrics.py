@@ -208,12 +208,11 @@ TASK_SHARES = "curriculum/"
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
 _TASK = re.compile(f"^(reward_by_task|curriculum)/{PART_NAME}")
-_STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
-_STEP_TURN = re.compile(r"(?<=^by_turn/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
+_BUCKET = re.compile(r"^by_(lag|turn)/\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 
 
 @cache
 def step_metric(name: str) -> Metric | None:
     """Return what the table says of a step row's metric, at whatever lag, turn or part; None for an unknown name."""
-    name = _STEP_TURN.sub("<turn>", _STEP_LAG.sub("<lag>", name))
+    name = _BUCKET.sub(r"by_\1/<\1>", name)
     return _STEP_NAMES.get(_TASK.sub(r"\1/<task>", _REWARD_PART.sub("<part>", name)))
