@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
-from offbeat.actor.environments.messages import PROMPT, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
+from offbeat.actor.environments.messages import PROMPT, Begin, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import encode_prompt
@@ -163,15 +163,13 @@ class ChatEpisode:
     def __init__(
         self,
         play: PlayEpisode,
-        *,
-        max_length: int,
-        max_episode_tokens: int,
+        begin: Begin,
         send: Callable[[SampleTurn | Withdraw], None],
         open_url: Callable[["ChatEpisode"], str],
     ) -> None:
-        """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all; `send` reaches the actor."""
+        """`begin` bounds the tokens of each sequence, and of all; `send` reaches the actor."""
         self.play = play
-        self.max_length = max_length
+        self.max_length = begin.max_length
         self.rewards = 0.0
         """The sum of the rewards given so far."""
         self.turn_rewards: dict[int, float] = {}
@@ -189,7 +187,7 @@ class ChatEpisode:
         self._num_asked = 0
         """Turns asked for, which is the number of the next one."""
         self._replies: dict[int, asyncio.Future[TurnSampled]] = {}
-        self.room = max_episode_tokens - play.num_prompt_tokens
+        self.room = begin.max_episode_tokens - play.num_prompt_tokens
         """Tokens that still fit into all sequences, without those that turns may get which are being sampled."""
         self._has_ended = False
 

@@ -62,12 +62,7 @@ class Worker:
         self._format = chat_format
         self._parser = parser
         self._writer = writer
-        self._endpoint = Endpoint(
-            temperature=begin.temperature,
-            ignores=begin.settings.sampling == "override",
-            samples_again=begin.settings.identical_requests == "sample_again",
-            parses_tools=bool(begin.settings.tool_parser),
-        )
+        self._endpoint = Endpoint(begin.temperature, begin.settings)
         self._sessions: dict[str, AgentSession] = {}
         """The sessions of the episodes whose functions have asked for `chat.url`."""
         self._episodes: dict[str, ChatEpisode] = {}
@@ -77,13 +72,7 @@ class Worker:
         """Begin an episode, hand it a turn, or end it."""
         match message:
             case PlayEpisode(episode=episode):
-                self._episodes[episode] = ChatEpisode(
-                    message,
-                    max_length=self._begin.max_length,
-                    max_episode_tokens=self._begin.max_episode_tokens,
-                    send=self._send,
-                    open_url=self._open_url,
-                )
+                self._episodes[episode] = ChatEpisode(message, self._begin, self._send, self._open_url)
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case TurnSampled(episode=episode):
                 if episode in self._episodes:

@@ -21,6 +21,7 @@ from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETION
 from offbeat.actor.environments.endpoint.responses import RESPONSES
 from offbeat.actor.environments.endpoint.session import AgentSession, digest, over
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.common.user_code.requests import CallRefused
 
 if TYPE_CHECKING:
@@ -40,19 +41,10 @@ MODEL = "policy"
 class Endpoint:
     """The server and the episodes it is open for."""
 
-    def __init__(self, *, temperature: float, ignores: bool, samples_again: bool, parses_tools: bool) -> None:
-        """Make an endpoint that is not open yet.
-
-        Args:
-            temperature: See `calls.check`.
-            ignores: See `calls.check`.
-            samples_again: A request without a retry counter is a new turn, also if it equals an earlier one.
-            parses_tools: The run has a parser for tool calls.
-        """
+    def __init__(self, temperature: float, settings: EnvironmentSection) -> None:
+        """Make an endpoint that is not open yet; `temperature` is the run's."""
         self._temperature = temperature
-        self._ignores = ignores
-        self._samples_again = samples_again
-        self._parses_tools = parses_tools
+        self._settings = settings
         self._sessions: dict[str, AgentSession] = {}
         self._address = ""
         self._serving: asyncio.Task[None] | None = None
@@ -129,14 +121,15 @@ class Endpoint:
             body = await asyncio.wait_for(_read(request), BODY_TIMEOUT_S)
         except TimeoutError as error:
             raise CallRefused(f"the request has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from error
-        ignored = check(body, dialect, temperature=self._temperature, ignores=self._ignores)
+        ignored = check(body, dialect, temperature=self._temperature, ignores=self._settings.sampling == "override")
         call = dialect.read(body)
         session.num_overrides += bool(ignored)
-        if call.tools and not self._parses_tools:
+        if call.tools and not self._settings.tool_parser:
             cure = "Set environment.tool_parser to the form in which the model writes them."
             raise CallRefused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
         # Clients of OpenAI and Anthropic count their tries.
-        is_first_try = request.headers.get("x-stainless-retry-count", "0" if self._samples_again else None) == "0"
+        uncounted = "0" if self._settings.identical_requests == "sample_again" else None
+        is_first_try = request.headers.get("x-stainless-retry-count", uncounted) == "0"
         # As verifiers and others name the agent of an episode with several.
         agent = request.headers.get("x-session-id", "")
         answering = asyncio.ensure_future(

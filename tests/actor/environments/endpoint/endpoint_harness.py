@@ -14,6 +14,7 @@ from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.tool_calls import ToolCall
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.common.user_code.requests import Message
 
 WAIT_S = 60.0
@@ -107,8 +108,12 @@ async def playing(
     max_length: int = 1000,
 ) -> AsyncIterator[Game]:
     """Open an endpoint for one episode."""
-    endpoint = Endpoint(temperature=temperature, ignores=ignores, samples_again=samples_again, parses_tools=parses_tools)
-    game = Game(endpoint, max_length)
+    settings = EnvironmentSection(
+        sampling="override" if ignores else "refuse",
+        identical_requests="sample_again" if samples_again else "answer_again",
+        tool_parser="hermes" if parses_tools else "",
+    )
+    game = Game(Endpoint(temperature, settings), max_length)
     try:
         yield game
     finally:
