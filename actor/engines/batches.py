@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -79,11 +79,7 @@ class PagedBatches:
 
     def __init__(self, model: PreTrainedModel, settings: EngineSettings, eos_token_ids: Sequence[int]) -> None:
         """Make the cache, and run the model once. `options` are of `ContinuousBatchingConfig`."""
-        options = settings.options
-        if settings.records_experts:
-            # A graph that is replayed runs none of the hooks that record.
-            options = {**options, "use_cuda_graph": False}
-        config = _batching_config(model.device, max_model_len=settings.max_model_len, seed=settings.seed, options=options)
+        config = _batching_config(model.device, settings)
         # A temperature other than 1 creates the processor that applies each request's temperature; top_k and top_p are off.
         generation = GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1)
         manager: ContinuousBatchingManager = model.init_continuous_batching(  # pyright: ignore[reportCallIssue]
@@ -172,22 +168,25 @@ def _num_tokens(state: RequestState) -> int:
     return len(state.initial_tokens) + len(state.generated_tokens) - state._true_initial_tokens
 
 
-def _batching_config(
-    device: torch.device, *, max_model_len: int, seed: int, options: Mapping[str, Any]
-) -> ContinuousBatchingConfig:
-    check_options(options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], RESERVED["transformers"])
+def _batching_config(device: torch.device, settings: EngineSettings) -> ContinuousBatchingConfig:
+    check_options(
+        settings.options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], RESERVED["transformers"]
+    )
     arguments: dict[str, Any] = {"auto_switch_to_flash": False}
     if device.type == "cpu":
         # By default it takes nine tenths of the machine's memory.
-        arguments |= {"page_size": 64, "num_blocks": max(512, max_model_len // 16), "max_batch_tokens": 512}
-    arguments |= options
+        arguments |= {"page_size": 64, "num_blocks": max(512, settings.max_model_len // 16), "max_batch_tokens": 512}
+    arguments |= settings.options
+    if settings.records_experts:
+        # A graph that is replayed runs none of the hooks that record.
+        arguments["use_cuda_graph"] = False
     return ContinuousBatchingConfig(
         **arguments,
         return_logprobs=True,
         per_request_processors=True,
         use_async_batching=False,
         allow_block_sharing=False,
-        seed=seed,
+        seed=settings.seed,
     )
 
 

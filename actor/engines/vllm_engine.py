@@ -128,13 +128,9 @@ class VllmEngine:
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
-        self._num_prompt_tokens = self._num_cached_tokens = 0
+        self.cache_use = CacheUse(0, 0)
         self.num_loads = 0
         self.policy_version: int | None = None
-
-    @property
-    def cache_use(self) -> CacheUse:
-        return CacheUse(self._num_prompt_tokens, self._num_cached_tokens)
 
     @property
     def num_unfinished(self) -> int:
@@ -296,15 +292,16 @@ class VllmEngine:
         self._fresh.pop(output.request_id, None)
         token_ids = np.array(sampled.token_ids, np.int32)
         self._num_ended_tokens += len(token_ids)
-        self._num_prompt_tokens += len(output.prompt_token_ids or ())
-        self._num_cached_tokens += output.num_cached_tokens or 0
+        use, num_prompt_tokens = self.cache_use, len(output.prompt_token_ids or ())
+        num_cached_tokens = use.num_cached_tokens + (output.num_cached_tokens or 0)
+        self.cache_use = CacheUse(use.num_prompt_tokens + num_prompt_tokens, num_cached_tokens)
         return Completion(
             request_id=output.request_id,
             token_ids=token_ids,
             behavior_logprobs=np.array(sampled.logprobs.logprobs, np.float32),
             finish_reason=sampled.finish_reason,
             segments=tuple(Segment(int(span.version), span.start) for span in sampled.weight_versions),
-            experts=_routed_experts(sampled.routed_experts, num_tokens=len(output.prompt_token_ids or ()) + len(token_ids) - 1),
+            experts=_routed_experts(sampled.routed_experts, num_tokens=num_prompt_tokens + len(token_ids) - 1),
         )
 
     def _num_running_tokens(self) -> int:
