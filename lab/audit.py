@@ -40,11 +40,19 @@ class AuditedLease(msgspec.Struct):
 
     turn: PromptTurn
     actor: str
-    is_accepted: bool = False
+    place: int
+    """Number of leases that were granted before."""
+    num_granted: int | None = None
+    """Number of leases that were granted when its group was accepted; None without a group."""
     end: str = ""
     """`trained`, `expired`, or `dropped/REASON`; empty while it is in flight."""
     is_final: bool = False
     """True when the prompt's turn is over: it must not be leased again in this epoch."""
+
+    @property
+    def is_accepted(self) -> bool:
+        """True when its group was accepted."""
+        return self.num_granted is not None
 
 
 class Lost(NamedTuple):
@@ -137,6 +145,15 @@ class LogAudit:
             for turn, lease_id in self._overtaken.items()
         ]
 
+    def passed_over(self) -> list[str]:
+        """Return a sentence for each waiting group that came before the grant of a lease that is trained: oldest go first."""
+        found: list[str] = []
+        newest = max((life.place for life in self.leases.values() if life.end == "trained"), default=-1)
+        for lease_id, life in self.leases.items():
+            if life.num_granted is not None and not life.end and life.num_granted <= newest:
+                self._flaw(found, lease_id, "its group was accepted and not trained, but those of later leases were")
+        return found
+
     def _start(self, version: int) -> None:
         self.num_starts += 1
         self._undo(version)
@@ -174,7 +191,7 @@ class LogAudit:
         self._waiting.pop(turn, None)
         self._overtaken.pop(turn, None)
         previous.append(event.lease_id)
-        self.leases[event.lease_id] = AuditedLease(turn, event.actor)
+        self.leases[event.lease_id] = AuditedLease(turn, event.actor, len(self.leases))
 
     def _accept(self, event: Accepted) -> None:
         life = self._open(event.lease_id, "accepted")
@@ -184,7 +201,7 @@ class LogAudit:
             self._flaw(self.lease_flaws, event.lease_id, "accepted twice")
         if life.actor != event.actor:
             self._flaw(self.lease_flaws, event.lease_id, f"leased to {life.actor}, but accepted from {event.actor}")
-        life.is_accepted = True
+        life.num_granted = len(self.leases)
 
     def _end(self, lease_id: int, end: str, *, is_final: bool) -> None:
         life = self._open(lease_id, end)
@@ -331,7 +348,7 @@ def check_conservation(log: LogAudit, reported: LedgerSums | None, *, is_whole: 
 
 def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: Lost) -> Check:
     """Check that prompts come in the seed's order and none is skipped; without the `sizes` of epochs, only the latter."""
-    violations = [*log.prompt_flaws, *log.lost_turns()]
+    violations = [*log.prompt_flaws, *log.lost_turns(), *log.passed_over()]
     turns = list(log.turns)
     seen = f"{len(turns)} turns"
     if sizes is None:
@@ -341,12 +358,6 @@ def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: L
             violations.append(f"epoch {epoch} has {sizes[epoch]} prompts, the one before it had {sizes[epoch - 1]}")
     order = log.order.compare(seed, sizes, lost.turns)
     violations += order.violations
-    ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
-    # The last epoch goes on, and the one before it may have prompts in flight.
-    for epoch in range(len(sizes) - 2):
-        num_lost = sum(turn.epoch == epoch for turn in lost.turns)
-        if ended[epoch] + num_lost + order.num_left_out[epoch] < sizes[epoch]:
-            violations.append(f"epoch {epoch}: {ended[epoch]} of {sizes[epoch]} prompts were trained or finally dropped")
     seen += f" of {', then '.join(map(str, dict.fromkeys(sizes)))} prompts"
     if num_left_out := order.num_left_out.total():
         seen += f", and {num_left_out} that the shares of tasks left out"

@@ -164,19 +164,29 @@ def test_data_that_grew_is_followed_from_the_epoch_that_had_more(epoch_sizes: tu
     assert any("lease 99: epoch 0 had" in flaw for flaw in log.prompt_flaws)
 
 
-def test_prompt_that_a_finished_epoch_never_trained_is_seen() -> None:
-    def whole_epochs(number: int, *, without: int = -1) -> list[LeaseEvent]:
+def test_group_that_later_ones_are_trained_before_is_seen() -> None:
+    def leases(number: int, *, without: int = -1) -> list[LeaseEvent]:
         events: list[LeaseEvent] = [started()]
-        for lease_id in range(number * NUM_PROMPTS):
+        for lease_id in range(number):
             events += [granted(lease_id), accepted(lease_id)]
             events += [] if lease_id == without else [trained(lease_id - (0 <= without < lease_id), lease_id)]
         return events
 
-    assert flaws(*whole_epochs(3)) == []
-    assert flaws(*whole_epochs(3, without=2)) == ["epoch 0: 3 of 4 prompts were trained or finally dropped"]
-    assert flaws(*whole_epochs(3, without=2), dropped(2, is_final=True)) == []
-    # Of the pass before the last, prompts may be in flight still.
-    assert flaws(*whole_epochs(2, without=2)) == []
+    passed_over = ["lease 2: its group was accepted and not trained, but those of later leases were"]
+    assert flaws(*leases(12)) == []
+    assert flaws(*leases(12, without=2)) == flaws(*leases(4, without=2)) == passed_over
+    assert flaws(*leases(12, without=2), lost=Lost.of([accepted(2)])) == []
+    assert flaws(*leases(12, without=2), dropped(2, is_final=True)) == []
+    assert flaws(*leases(4, without=3)) == [], "its turn comes next"
+    # A group that came late may be newer in the buffer than one of a later lease.
+    assert flaws(started(), granted(0), granted(1), accepted(1), trained(0, 1), accepted(0)) == []
+    assert flaws(started(), granted(0), granted(1), accepted(0), accepted(1), trained(0, 0), trained(1, 1), started(0)) == []
+
+
+def test_passes_over_few_prompts_may_be_open_at_the_same_time() -> None:
+    """A run with more open leases than prompts goes on: two leases wait in the buffer, and others are generated."""
+    open_leases = [granted(lease_id) for lease_id in range(5 * NUM_PROMPTS)]
+    assert flaws(started(), *open_leases, accepted(0), trained(0, 0), accepted(1), accepted(2)) == []
 
 
 def test_what_was_destroyed_on_purpose_is_no_violation_and_nothing_else_is_excused() -> None:

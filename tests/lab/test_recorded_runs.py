@@ -1,4 +1,4 @@
-"""Runs of the real dispatcher, in any order of events: each replays exactly with its own settings."""
+"""Runs of the real dispatcher, in any order of events: each replays exactly with its own settings, and its audit is clean."""
 
 import tempfile
 from collections import Counter
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.records.rows import GroupRow
+from offbeat.common.records.rows import FinalRow, GroupRow
 from offbeat.common.settings.config import Config
+from offbeat.lab.audit import NOTHING_LOST, audit_log
 from offbeat.lab.counterfactual import (
     differences,
     read_recording,
@@ -203,7 +204,7 @@ WHAT = st.sampled_from(
     drop_zero_variance=st.booleans(),
     acts=st.lists(st.tuples(WHAT, st.integers(0, 1), st.integers(0, 9)), min_size=20, max_size=120),
 )
-def test_every_run_replays_exactly_with_its_own_settings(
+def test_every_run_replays_exactly_with_its_own_settings_and_passes_its_audit(
     config: Config, drop_zero_variance: bool, acts: list[tuple[str, int, int]]
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -214,6 +215,8 @@ def test_every_run_replays_exactly_with_its_own_settings(
         counts = play.desk.dispatcher.counts()
         play.end()
         recording = read_recording(read_log(Path(name) / "log", Position(0, 0)))
+        final = FinalRow(policy_version=play.version, wall_s=1.0, ledger=counts, outcome="stopped", detail="")
+        assert [check for check in audit_log(Path(name) / "log", config, final, NOTHING_LOST) if check.violations] == []
     ends = replay(recording, config)
     assert differences(recorded_ends(recording, config), ends) == []
     # What the learners themselves said, one after another.
