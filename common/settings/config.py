@@ -479,6 +479,11 @@ def actors_wanted(config: Config) -> int:
     return config.scale.actors or config.launch.num_actors
 
 
+def most_actors(config: Config) -> int:
+    """Return the largest number of actors that the run may have, unless somebody changes it while the run goes on."""
+    return max(actors_wanted(config), config.scale.max if config.scale.auto else 0)
+
+
 def has_own_critic(config: Config) -> bool:
     """Return whether the run has a critic whose network is not the policy's."""
     return config.advantage.baseline == "critic" and config.critic.trunk == "own"

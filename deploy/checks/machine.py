@@ -17,7 +17,7 @@ import psutil
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.records.run_folder import check_run_folder, locked
-from offbeat.common.settings.config import Config, actors_wanted, has_own_critic
+from offbeat.common.settings.config import Config, has_own_critic, most_actors
 from offbeat.common.settings.library_options import check_groups
 from offbeat.deploy.checks.findings import Finding, findings_of, mistake
 from offbeat.deploy.local.devices import find_gpus
@@ -69,8 +69,8 @@ def check_shared_actor_port(config: Config) -> Iterator[Finding]:
     port = bind.rpartition(":")[2]
     if port in ("", "0"):
         return
-    if (number := actors_wanted(config)) > 1:
-        problem = f"{number} actors cannot share one port (launch.num_actors, scale.actors)"
+    if (number := most_actors(config)) > 1:
+        problem = f"{number} actors cannot share one port (launch.num_actors, scale.actors, scale.max)"
         yield mistake("metrics.actor_bind", bind, problem, _ACTOR_PORT_CURE)
     elif port == config.metrics.bind.rpartition(":")[2]:
         yield mistake("metrics.actor_bind", bind, "metrics.bind has the same port", _ACTOR_PORT_CURE)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
-from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens
+from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens, most_actors
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
@@ -337,7 +337,7 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
 
     Only the parts that are not estimated lead to the error.
     """
-    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), _most_actors(config)
+    learner, actor, num_actors = cpu_learner_need(config, sizes), cpu_actor_need(config, sizes), most_actors(config)
     total = _cpu_bytes(config, sizes)
     certain = config.launch.learner_processes * learner.certain_bytes + num_actors * actor.certain_bytes
     each = f"{config.launch.learner_processes} x learner: {learner}; {num_actors} x actor: {actor}"
@@ -353,12 +353,7 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
 def _cpu_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return the memory of all processes of a run without GPUs."""
     learners = config.launch.learner_processes * cpu_learner_need(config, sizes).num_bytes
-    return learners + _most_actors(config) * cpu_actor_need(config, sizes).num_bytes
-
-
-def _most_actors(config: Config) -> int:
-    """Return the largest number of actors of a run without GPUs; a device plan has `launch.num_actors` places instead."""
-    return max(actors_wanted(config), config.scale.max if config.scale.auto else 0)
+    return learners + most_actors(config) * cpu_actor_need(config, sizes).num_bytes
 
 
 def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:

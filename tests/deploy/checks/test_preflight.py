@@ -247,6 +247,7 @@ def test_port_in_use_is_refused_by_its_own_setting(setting: str, overrides: list
     [
         (["launch.num_actors=2"], "2 actors cannot share one port"),
         (["scale.actors=3"], "3 actors cannot share one port"),
+        (["scale.auto=true", "scale.max=4"], "4 actors cannot share one port"),
         (["metrics.bind=0.0.0.0:19401"], "metrics.bind has the same port"),
     ],
 )
