@@ -6,6 +6,7 @@ The YAML files are as people write them: keys in the order given, long texts as 
 import logging
 import os
 import shlex
+import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -160,7 +161,9 @@ def write_compose(path: Path, overrides: Sequence[str], out: Path, image: str) -
     fleet_keys(out / "keys")
     write_private(out / "run.toml", path.read_text(encoding="utf-8"))
     user = _own_files(out)
-    document = compose_document(in_container, settings, image, user)
+    # Compose would take the services of a run in another folder for these, and replace them.
+    project = f"offbeat-{zlib.crc32(os.fsencode(out.absolute())):08x}"
+    document = compose_document(in_container, settings, image, user, project)
     write_yaml(
         out / COMPOSE, "Written by `offbeat deploy compose`. Change it as you like. Start: docker compose up", [document]
     )
@@ -173,8 +176,11 @@ To look at it: http://127.0.0.1:{PAGE_PORT}/ in a browser, or
 Relative paths in run.toml are relative to {WORK} in the image."""
 
 
-def compose_document(config: Config, settings: Sequence[str], image: str, user: int) -> Document:
-    """Return the compose file: a service for the learner, and one for each actor, which has a name of its own."""
+def compose_document(config: Config, settings: Sequence[str], image: str, user: int, project: str) -> Document:
+    """Return the compose file: a service for the learner, and one for each actor, which has a name of its own.
+
+    `project` is the name by which compose recognizes the containers of the run.
+    """
     launch = config.launch
     learner = {
         **_service(image, user, learner_command(config, settings), NOTICE_S, launch.learner_gpus),
@@ -188,7 +194,7 @@ def compose_document(config: Config, settings: Sequence[str], image: str, user: 
         gpus = launch.actor_gpus[number] if launch.actor_gpus else ()
         services[name] = _service(image, user, actor_command(settings, name), notice_s(config), gpus)
         services[name]["volumes"] += [f"./keys/{file}:{KEYS}/{file}:ro" for file in ACTOR_KEYS]
-    return {"name": "offbeat", "services": services}
+    return {"name": project, "services": services}
 
 
 def _service(image: str, user: int, command: list[str], grace_s: int, gpus: Sequence[int]) -> Document:

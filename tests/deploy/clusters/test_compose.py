@@ -1,6 +1,7 @@
 """Claims about the compose file of a run, its containers' words read back as our own command line reads them."""
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def test_each_service_starts_with_a_config_that_fits_and_actors_have_names_of_th
         check(actor)
         assert (actor.actor.name, actor.run.seed, actor.hub.address) == (name, 5, learner.hub.address)
     assert set(services) == {"learner", "actor-0", "actor-1"}
+
+
+def test_runs_in_two_folders_are_two_projects_whose_containers_do_not_replace_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    for run in ("a", "b", "a"):
+        (folder / run).mkdir(exist_ok=True)
+        monkeypatch.chdir(folder / run)
+        write()
+        names.append(yaml.safe_load(Path("out/compose.yaml").read_text())["name"])
+    assert names[0] == names[2] != names[1], "files that are written again are of the same project"
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) for name in names), "what compose takes as a name"
 
 
 def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(folder: Path) -> None:
