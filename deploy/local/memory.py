@@ -374,13 +374,15 @@ def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bo
     for change in changes:
         if fits(change(config)[0]):
             return f"Set {change(config)[1]}."
-    together, said = config, []
+    together, said = config, dict[str, str]()
     for change in changes:
         changed, text = change(together)
         if changed != together:
-            together, said = changed, [*said, text]
+            together = changed
+            # A later change of a setting takes the place of an earlier one.
+            said[text.partition("=")[0]] = text
         if fits(together):
-            return f"Set {', '.join(said)}."
+            return f"Set {', '.join(said.values())}."
     if config.train.zero_stage < 3:
         return "Train on more GPUs (launch.learner_processes, train.zero_stage=3), an adapter (lora.rank), or a smaller model."
     return "Train on more or larger GPUs, an adapter (lora.rank), or a smaller model."

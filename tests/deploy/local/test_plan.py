@@ -184,6 +184,13 @@ def test_share_that_the_user_sets_is_not_replaced_and_what_is_surely_too_much_is
             "Set launch.num_actors=1.",
         ),
         (["model.dtype=float32"], 2, 16, "17.4 GiB, and the GPU has 16.0", "Set train.micro_batch_tokens=4096. To start"),
+        (
+            ["train.activation_checkpointing=false", "model.max_length=65536", "actor.engine_options.tensor_parallel_size=2"],
+            3,
+            16,
+            "139.8 GiB, and the GPU has 16.0",
+            'Set train.activation_checkpointing="offload", train.deepspeed=',
+        ),
     ],
 )
 def test_plan_that_cannot_fit_is_refused_with_the_arithmetic_and_settings_that_fit(
