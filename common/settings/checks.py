@@ -208,10 +208,9 @@ def _check_leases(config: Config) -> None:
     lease_s, limits = config.rollout.lease_timeout_s, config.environment
     if config.task.environment and lease_s <= limits.episode_timeout_s:
         problem = f"a lease would expire before its episodes: environment.episode_timeout_s = {limits.episode_timeout_s:g}"
-        cure = (
-            f"Set it to {limits.episode_timeout_s * (1 + limits.max_retries):g}, with time for every retry, or lower "
-            "environment.episode_timeout_s."
-        )
+        # Without retries too, a lease takes longer than its episodes: they wait for the engine, and their group for the wire.
+        needed_s = limits.episode_timeout_s * max(2, 1 + limits.max_retries)
+        cure = f"Set it to {needed_s:g}, with time for every retry, or lower environment.episode_timeout_s."
         raise SettingError("rollout.lease_timeout_s", lease_s, problem, cure)
     reward_s = config.task.reward_timeout_s
     if lease_s < reward_s:

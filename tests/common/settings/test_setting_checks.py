@@ -1,5 +1,7 @@
 """Contradicting settings are refused with reason and cure; odd ones only cause a warning."""
 
+import re
+
 import pytest
 
 from offbeat.common.errors import SettingError
@@ -13,6 +15,16 @@ GOOD = ("model.path=some/model", "data.train_data=train.jsonl")
 
 def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
     assert check(load(None, GOOD)) == []
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_lease_timeout_that_a_refusal_names_is_accepted(max_retries: int) -> None:
+    overrides = [*GOOD, "task.environment=a:b", "environment.episode_timeout_s=900", f"environment.max_retries={max_retries}"]
+    with pytest.raises(SettingError, match=r"a lease would expire before its episodes") as refused:
+        check(load(None, overrides))
+    named = re.search(r"Set it to ([\d.]+),", str(refused.value))
+    assert named is not None
+    check(load(None, [*overrides, f"rollout.lease_timeout_s={named[1]}"]))
 
 
 @pytest.mark.parametrize(
