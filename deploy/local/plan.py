@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.own_process import GPU_BYTES_VARIABLE, GPU_RESERVE, READY_VARIABLE, TURN_VARIABLE
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, most_actors
 from offbeat.common.settings.library_options import SHARE_OPTIONS
 from offbeat.deploy.local import memory
 from offbeat.deploy.local.devices import VISIBLE, Gpu, Inventory, find_gpus
@@ -112,6 +112,11 @@ def _make_plan(
     places = config.launch.actor_gpus or _actor_gpus(config, len(gpus), learner)
     need = memory.learner_need(config, sizes) if sizes else None
     warnings: list[str] = []
+    if (most := most_actors(config)) > len(places):
+        warnings.append(
+            f"launch.num_actors = {len(places)}: actors beyond it have no place on a GPU and are not started, and the run may "
+            f"want {most} (scale.actors, scale.max). Set launch.num_actors={most}, and scale.actors to the number at the start."
+        )
     if has_turns:
         _check_turns(engine, learner, places, sizes)
     if need and sizes:

@@ -252,6 +252,14 @@ def test_gpu_that_the_user_names_is_tried_when_only_estimates_exceed_it() -> Non
         planned("launch.learner_gpus=[0]", gpus=2, gib=8)
 
 
+@pytest.mark.parametrize("wanted", [["scale.actors=3"], ["scale.auto=true", "scale.max=3"]])
+def test_actors_that_the_plan_has_no_place_for_are_warned_about(wanted: list[str]) -> None:
+    (warning,) = planned(*wanted, gpus=4).warnings
+    assert warning.startswith("launch.num_actors = 1")
+    assert "Set launch.num_actors=3," in warning
+    assert planned(*wanted, "launch.num_actors=3", gpus=4).warnings == ()
+
+
 def test_memory_that_others_hold_is_not_dealt_out() -> None:
     config = load(None, BASE)
     gpus = machine(2, 80, free=0.5)
