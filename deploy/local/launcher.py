@@ -362,7 +362,8 @@ class Launcher:
                 start_again()
             return None
         status = service.status
-        if not status:
+        # A learner may be paused by a signal that it alone was sent.
+        if not status or (service is self._learner and status == PAUSED_STATUS):
             return status
         problem = f"{service.name} ended with {_describe(status)}"
         # Read before the service's other processes are killed, which counts as a failure too.

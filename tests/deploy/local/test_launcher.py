@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from offbeat.common.errors import SettingError
-from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.processes.shutdown import PAUSED_STATUS, StopRequest
 from offbeat.common.records.rows import StepRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, HubSection, LaunchSection, LogSection, RunSection
@@ -228,6 +228,12 @@ def test_learner_that_gave_up_is_not_started_again(services: Services) -> None:
     services.does("learner", "sys.exit(3)")
     with pytest.raises(LaunchError, match="learner ended with exit status 3"):
         services.launcher().run()
+    assert len(services.starts("learner")) == 1
+
+
+def test_learner_that_was_paused_by_a_signal_of_its_own_pauses_the_run(services: Services) -> None:
+    services.does("learner", "time.sleep(0.2); sys.exit(143)")
+    assert services.launcher().run() == PAUSED_STATUS
     assert len(services.starts("learner")) == 1
 
 
