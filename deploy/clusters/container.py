@@ -16,7 +16,7 @@ import yaml
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.settings.checks import check
-from offbeat.common.settings.config import Config
+from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
 from offbeat.common.settings.loading import load, refuse_masked
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, moving_settings, notice_s, torchrun_options
@@ -179,7 +179,8 @@ Relative paths in run.toml are relative to {WORK} in the image."""
 def compose_document(config: Config, settings: Sequence[str], image: str, user: int, project: str) -> Document:
     """Return the compose file: a service for the learner, and one for each actor, which has a name of its own.
 
-    `project` is the name by which compose recognizes the containers of the run.
+    Where `launch.actor_gpus` is set, there are no more actors than it has places. `project` is the name by which compose
+    recognizes the containers of the run.
     """
     launch = config.launch
     learner = {
@@ -189,9 +190,9 @@ def compose_document(config: Config, settings: Sequence[str], image: str, user: 
     # The folder of the list of keys, not the file: an editor replaces files.
     learner["volumes"] += [f"./keys:{KEYS}:ro", f"./keys:{ALLOWED}:ro", f"./runs:{RUNS}"]
     services = {LEARNER: learner}
-    for number in range(launch.num_actors):
+    num_wanted = actors_wanted(config)
+    for number, gpus in enumerate(launch.actor_gpus[:num_wanted] or [()] * num_wanted):
         name = f"{FLEET}-{number}"
-        gpus = launch.actor_gpus[number] if launch.actor_gpus else ()
         services[name] = _service(image, user, actor_command(settings, name), notice_s(config), gpus)
         services[name]["volumes"] += [f"./keys/{file}:{KEYS}/{file}:ro" for file in ACTOR_KEYS]
     return {"name": project, "services": services}

@@ -70,6 +70,12 @@ def test_runs_in_two_folders_are_two_projects_whose_containers_do_not_replace_ea
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) for name in names), "what compose takes as a name"
 
 
+def test_there_are_as_many_actors_as_the_run_wants_and_have_a_place() -> None:
+    assert set(write("scale.actors=3")) == {"learner", "actor-0", "actor-1", "actor-2"}
+    assert set(write("scale.actors=1")) == {"learner", "actor-0"}
+    assert set(write("scale.actors=3", "launch.actor_gpus=[[1], [3]]")) == {"learner", "actor-0", "actor-1"}
+
+
 def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(folder: Path) -> None:
     services = write()
     for service in services.values():
