@@ -12,7 +12,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -185,9 +185,16 @@ def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping
     for section in {**there, **here}:
         old, new = there.get(section, {}), here.get(section, {})
         for key in {**old, **new}:
+            before, now = (_without_folder(section, key, one.get(key)) for one in (old, new))
             # The same folder may be written in another way, and a mirror may be moved.
-            if old.get(key) != new.get(key) and (section, key) not in (("run", "dir"), ("run", "mirror")):
+            if before != now and (section, key) not in (("run", "dir"), ("run", "mirror")):
                 yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
+
+
+def _without_folder(section: str, key: str, value: Any) -> Any:
+    """Return the value of a setting without the run's folder, which may be written in another way."""
+    is_address = (section, key) == ("hub", "address")
+    return file.name if is_address and (file := address_file(value)) is not None else value
 
 
 def _write_config(trial: SweepTrial) -> None:

@@ -164,6 +164,18 @@ def test_sweep_is_continued_with_its_mirror_elsewhere(sweep: Sweep) -> None:
     assert load(sweep.folder / "max_staleness=4" / "seed=0" / "run.toml").run.mirror == "s3://other/max_staleness=4/seed=0"
 
 
+def test_sweep_is_continued_by_another_path_of_its_folder(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = "hub.bind=tcp://127.0.0.1:0"
+    overrides = [bind, "hub.address=file:hub.address"]
+    sweep.trials("0", overrides=overrides)
+    monkeypatch.chdir(sweep.home)
+    sweep.folder = Path("sweep/")
+    (trial,) = sweep.trials("0", overrides=overrides)
+    assert load(trial.folder / "run.toml").hub.address == f"file:{trial.folder}/hub.address"
+    with pytest.raises(SettingError, match=r"it holds another sweep: hub\.address"):
+        sweep.trials("0", overrides=[bind, "hub.address=file:other"])
+
+
 def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
     plan = make_plan(["objective=gspo,grpo"], num_seeds=1, first_seed=0)
     gspo, grpo = make_trials(plan, sweep.home / "run.toml", [], sweep.folder)
