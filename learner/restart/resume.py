@@ -150,6 +150,8 @@ def prepare_folder(
         require_own_log(folder, identity.run_id)
     may_append = config.data.appended_data == "allow"
     changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
+    if config.log.enabled and any(change.name == "log.enabled" for change in changes):
+        _require_log_without_gap(folder)
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
     replace(folder / CONFIG_FILE, resolved_toml(config).encode())
@@ -251,6 +253,16 @@ def _identity_in_checkpoint(run_folder: Path) -> run_identity.RunIdentity | None
     if newest is None:
         return None
     return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
+
+
+def _require_log_without_gap(run_folder: Path) -> None:
+    """Raise `SettingError` where a run that is given a log has one already, which ends before its newest checkpoint."""
+    newest, folder = checkpoints.newest(run_folder / CHECKPOINTS), run_folder / LOG
+    if newest is None or not folder.is_dir() or not log_reading.segment_numbers(folder):
+        return
+    if msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).dispatcher.log_end is None:
+        problem = f"{newest.name} was made without a log, so {folder} has not what came before it"
+        raise SettingError("log.enabled", True, problem, f"Move {folder} out of the folder to begin another log.")
 
 
 def find_run_id(run_folder: Path) -> str | None:
@@ -369,10 +381,11 @@ def recover_run(
     `check_identity` lets pass, must have the same number at least.
     """
     folder = run_folder / LOG
-    log_end = state.dispatcher.log_end if state else log_reading.Position(0, 0)
+    # A run that was given its log after this checkpoint has nothing in it from before.
+    log_end = (state.dispatcher.log_end if state else None) or log_reading.Position(0, 0)
     recovered = recover(
         state.dispatcher if state else None,
-        log_reading.read_history(folder, log_end) if has_log and log_end is not None else (),
+        log_reading.read_history(folder, log_end) if has_log else (),
         lambda position: log_reading.read_record(folder, position),
         prompts,
         seed,

@@ -14,14 +14,14 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalRow, LedgerSums, Row, row_fields
 from offbeat.common.records.writer import MetricsWriter
-from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection
+from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection, RunSection
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
-from offbeat.learner.leases.ledger import LedgerState, SavedLease
+from offbeat.learner.leases.ledger import UNSEEN_LEASES, LedgerState, SavedLease
 from offbeat.learner.leases.log_reading import LogFullError, Position, read_whole_log
 from offbeat.learner.leases.prompt_stream import StreamState
 from offbeat.learner.leases.recovery import last_evaluated
@@ -391,6 +391,37 @@ def test_run_without_its_checkpoint_begins_again_with_its_groups(killed_run: Pat
     assert resume.find_run_id(killed_run) == "run"
     recovered = resume.recover_run(killed_run, None, PROMPTS, 0, has_log=True)
     assert [group.lease_id for group in recovered.ledger.ready_groups()] == [0, 1]
+
+
+def test_log_that_a_resumed_run_was_given_is_read_though_its_checkpoint_knows_of_none(tmp_path: Path) -> None:
+    run, tale = Run(tmp_path / "run", keep=1), Tale(tmp_path / "run" / "log")
+    run.save(1, msgspec.structs.replace(tale.checkpoint(), log_end=None))
+    tale.start(policy_version=1)
+    tale.grant(UNSEEN_LEASES)
+    tale.accept(UNSEEN_LEASES)
+    tale.log.close()
+    state = resume.load_checkpoint(run.folder, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    recovered = resume.recover_run(run.folder, state, PROMPTS, 0, has_log=True)
+    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [UNSEEN_LEASES]
+
+
+def test_log_is_not_written_on_behind_steps_that_it_has_not(tmp_path: Path) -> None:
+    """Otherwise a later restart would take its old records for those after the newest checkpoint."""
+    config = Config(run=RunSection(dir=str(tmp_path), resume=True), log=NO_FSYNC)
+    without, with_log = (
+        msgspec.structs.replace(IDENTITY, settings={**IDENTITY.settings, "log.enabled": text}) for text in ("false", "true")
+    )
+    write_log(tmp_path, "run")
+    run = Run(tmp_path, keep=1)
+    run.save(1, state_with(None))
+    write_identity(tmp_path, without, NO_HASHES)
+    for _ in range(2):
+        with pytest.raises(SettingError, match=r"log\.enabled = true: .* Move .*log out of the folder"):
+            resume.prepare_folder(config, with_log, NO_HASHES)
+    (tmp_path / "log").rename(tmp_path / "old")
+    assert [change.name for change in resume.prepare_folder(config, with_log, NO_HASHES)] == ["log.enabled"]
+    write_log(tmp_path, "run")
+    assert resume.prepare_folder(config, with_log, NO_HASHES) == []
 
 
 def test_without_a_log_only_the_checkpoint_counts(killed_run: Path) -> None:
