@@ -207,6 +207,7 @@ class LeaseDesk:
         if self._evaluations.holds(lease_id):
             self.release(member, lease_id)
             self._evaluations.give_back(lease_id)
+            self._evaluations.end_round()
         elif self._journal.ledger.status(lease_id) == "generating":
             self._expire(lease_id, reason)
             self.release(member, lease_id)

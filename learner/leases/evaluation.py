@@ -1,7 +1,7 @@
 """Evaluation rounds: held-out prompts leased to the same actors, while training goes on."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +9,9 @@ import numpy as np
 from offbeat.common.records.rows import EvalRow
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
+
+MAX_LOST_LEASES = 10
+"""Leases of a held-out prompt in one round that may be lost with their actors. A prompt that loses more of them ends them."""
 
 
 class Round:
@@ -18,6 +21,8 @@ class Round:
         self.policy_version = policy_version
         self._waiting = deque((prompt_id, MAX_LEASE_ATTEMPTS) for prompt_id in prompt_ids)
         self._leased: dict[int, tuple[int, int]] = {}
+        self._num_lost = Counter[int]()
+        """Leases that were lost with their actors, by prompt."""
         self.rollouts: dict[int, tuple[Rollout, ...]] = {}
         """The completions, by prompt."""
         self.num_failed = 0
@@ -48,8 +53,13 @@ class Round:
         return prompt_id
 
     def give_back(self, lease_id: int) -> None:
-        """Queue the prompt of a lease that was lost with its actor again; that is no attempt."""
-        self._waiting.append(self._leased.pop(lease_id))
+        """Queue the prompt of a lease that was lost with its actor again, up to `MAX_LOST_LEASES`; that is no attempt."""
+        prompt_id, attempts_left = self._leased.pop(lease_id)
+        self._num_lost[prompt_id] += 1
+        if self._num_lost[prompt_id] < MAX_LOST_LEASES:
+            self._waiting.append((prompt_id, attempts_left))
+        else:
+            self.num_failed += 1
 
     def fail(self, lease_id: int) -> None:
         """Queue the prompt of a lease without a result again, until its attempts are used up."""

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from offbeat.common.records.rows import EvalRow, EvalSampleRow
+from offbeat.learner.leases.evaluation import MAX_LOST_LEASES
 from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 from offbeat.protocols.messages import (
     Ack,
@@ -117,6 +118,19 @@ def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
     assert actor.answer(lease.lease_id, rewards=(1.0,)).outcome == "duplicate"
     actor.answer(again.lease_id, rewards=(1.0,))
     assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_held_out_prompt_that_ends_each_of_its_actors_does_not_hold_up_its_round_forever() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
+    for _ in range(MAX_LOST_LEASES):
+        assert not desk.dispatcher.wait_evaluations(0.0)
+        victim = Actor(desk, "victim").join(capacity=1)
+        assert [lease.prompt for lease in victim.leases()] == ["held-out 0"]
+        victim.say(Goodbye(reason="out of memory"))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.num_completions, row.num_failed) == (0, 1)
+    assert all(lease.prompt.startswith("train") for lease in Actor(desk, "a").join(capacity=1).leases())
 
 
 def test_evaluation_leases_lost_with_their_actors_use_up_no_attempt() -> None:
