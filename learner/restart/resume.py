@@ -173,6 +173,8 @@ def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequen
     """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     folder, has_log = Path(config.run.dir), config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
+    if config.run.resume:
+        checkpoints.forget_evaluations(folder / CHECKPOINTS, after=trainer.policy_version)
     log = open_log(folder, run_id, config.log, state)
     may_append = config.data.appended_data == "allow"
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)

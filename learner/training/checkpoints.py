@@ -159,12 +159,16 @@ def prune(root: Path, *, keep: int) -> None:
 
 def note_evaluation(root: Path, policy_version: int, reward: float) -> None:
     """Keep the mean reward of an evaluation of this version, for `best`; nothing where no checkpoint was written yet."""
-    if not root.is_dir():
-        return
-    rewards = {**_evaluations(root), policy_version: reward}
-    new = root / f"{EVALUATIONS_FILE}.new"
-    new.write_bytes(msgspec.json.encode(rewards))
-    new.rename(root / EVALUATIONS_FILE)
+    if root.is_dir():
+        _write_evaluations(root, {**_evaluations(root), policy_version: reward})
+
+
+def forget_evaluations(root: Path, *, after: int) -> None:
+    """Forget the rewards of versions after this one: a resumed run makes them again, with other weights."""
+    rewards = _evaluations(root)
+    kept = {version: reward for version, reward in rewards.items() if version <= after}
+    if kept != rewards:
+        _write_evaluations(root, kept)
 
 
 def best(root: Path, among: Iterable[Path] | None = None) -> Path | None:
@@ -175,6 +179,12 @@ def best(root: Path, among: Iterable[Path] | None = None) -> Path | None:
     rewards = _evaluations(root)
     evaluated = [folder for folder in (whole(root) if among is None else among) if version_of(folder) in rewards]
     return max(evaluated, key=lambda folder: (rewards[version_of(folder)], folder), default=None)
+
+
+def _write_evaluations(root: Path, rewards: dict[int, float]) -> None:
+    new = root / f"{EVALUATIONS_FILE}.new"
+    new.write_bytes(msgspec.json.encode(rewards))
+    new.rename(root / EVALUATIONS_FILE)
 
 
 def _evaluations(root: Path) -> dict[int, float]:

@@ -293,6 +293,19 @@ def test_best_checkpoint_by_evaluation_is_kept_and_does_not_keep_the_log(tmp_pat
     assert run.names() == ["evaluations.json", "step-00000005", "step-00000006"]
 
 
+def test_rewards_of_steps_that_a_resume_undoes_choose_no_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    run.save(2, state_with(None))
+    root = tmp_path / "checkpoints"
+    for version, reward in ((1, 0.1), (2, 0.5), (4, 0.9)):
+        checkpoints.note_evaluation(root, version, reward)
+    config = Config(run=RunSection(dir=str(tmp_path), resume=True), log=LogSection(enabled=False))
+    resume.restore(config, "run", cast(RankedTrainer, run.trainer), PROMPTS[:5], lambda row: None)
+    # The same version is reached again, with other weights that nothing has evaluated yet.
+    run.save(4, state_with(None))
+    assert checkpoints.best(root) == root / "step-00000002"
+
+
 def test_last_evaluation_is_the_newest_finished_one_of_no_later_version(tmp_path: Path) -> None:
     assert last_evaluated(tmp_path, 13) == -1
     with MetricsWriter(tmp_path) as writer:
