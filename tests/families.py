@@ -84,6 +84,9 @@ FAMILIES = {
     ),
     "DeepSeek V3": Family("DeepseekV3Config", ROUTED | LATENT | {"n_group": 2}, None),
     "Granite": Family("GraniteConfig", {"logits_scaling": 3.0}, None),
+    # Their layers do not hand on what a pack and a paged cache need.
+    "StableLM": Family("StableLmConfig", {}, "spans"),
+    "Nemotron": Family("NemotronConfig", {"head_dim": 4}, "spans"),
 }
 
 

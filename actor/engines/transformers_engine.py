@@ -4,6 +4,7 @@ Models of plain attention run in continuous batches on a paged cache (`PagedBatc
 themselves (`OwnCaches`).
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from offbeat.actor.engines.batches import FinishedCompletion, OwnCaches, PagedBatches
@@ -173,7 +175,28 @@ def _choose_attention(model: PreTrainedModel) -> bool:
     set_attention(model, name)
     # With latent attention keys and values are of two sizes, and transformers' cache has one.
     is_latent = "kv_lora_rank" in model.config.to_dict()
-    return name == "sdpa" and not is_latent and mixing_obstacle(model) is None
+    return name == "sdpa" and not is_latent and mixing_obstacle(model) is None and _hands_on_keywords(model)
+
+
+@torch.no_grad()
+def _hands_on_keywords(model: PreTrainedModel) -> bool:
+    """Return whether each layer hands keywords that it does not know on to its attention: a paged cache comes by them.
+
+    Runs the model once.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    reached = set[nn.Module]()
+
+    def look(module: nn.Module, _: object, keywords: Mapping[str, object]) -> None:
+        if "trial" in keywords:
+            reached.add(module)
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            for part in layer.children():
+                hooks.callback(part.register_forward_pre_hook(look, with_kwargs=True).remove)
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, trial=True)
+    return all(reached.intersection(layer.children()) for layer in layers)
 
 
 def _begin_segment(segments: list[Segment], segment: Segment) -> None:
