@@ -123,9 +123,8 @@ class TrainingLoop:
             phases = Phases(self.dispatcher.doing)
             phases.begin("wait_rollouts", "waiting for rollouts")
             groups = self._wait_batch(stop)
-            if groups is None:
+            if groups is None or not self._train(groups, phases, stop):
                 return self._end_early(stop)
-            self._train(groups, phases)
         self.dispatcher.doing("waiting for the last evaluation")
         if not self._finish_evaluations(stop) and self._left_of_grace_s(stop) is not None:
             outcome = self._end_early(stop)
@@ -182,11 +181,14 @@ class TrainingLoop:
             return None
         return grace_s - (time.monotonic() - stop.asked_at)
 
-    def _train(self, groups: Sequence[Group], phases: Phases) -> None:
+    def _train(self, groups: Sequence[Group], phases: Phases, stop: StopRequest) -> bool:
+        """Train on a batch; return False, and leave it to the next learner, if `stop` comes while the actors have the GPU."""
         first_version = self.trainer.policy_version
         phases.begin("train", f"training step {first_version + 1}")
         self._tune_trainer()
-        with self._gpu(phases):
+        with self._gpu(phases, stop) as is_taken:
+            if not is_taken:
+                return False
             steps = self.trainer.train_batch(list(groups))
         policy_version = self.trainer.policy_version
         self.dispatcher.finish_batch(groups, policy_version)
@@ -208,19 +210,20 @@ class TrainingLoop:
         }
         self.step_rows.record(steps, groups, first_version, seconds, fleet)
         self.wake_hub()
+        return True
 
     @contextlib.contextmanager
-    def _gpu(self, phases: Phases) -> Iterator[None]:
-        """Have the GPU inside the `with` block, where the actors use it in turns with this process."""
+    def _gpu(self, phases: Phases, stop: StopRequest) -> Iterator[bool]:
+        """Have the GPU inside the `with` block, where actors use it in turns with this process; see `LearnerTurn.taken`."""
         if self.gpu_turn is None:
-            yield
+            yield True
             return
         phases.begin("wait_gpu", "waiting for the actors to give up the GPU")
         # Only engines that are awake take weights.
         self.publisher.wait_until_taken()
-        with self.gpu_turn.taken():
+        with self.gpu_turn.taken(stop) as is_taken:
             phases.begin("train", f"training step {self.trainer.policy_version + 1}")
-            yield
+            yield is_taken
 
     def _save_checkpoint(self) -> None:
         version = self.trainer.policy_version

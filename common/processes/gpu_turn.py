@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,7 @@ import torch
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes.own_process import TURN_VARIABLE
+from offbeat.common.processes.shutdown import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +70,26 @@ class LearnerTurn(_Turns):
     """The learner's turns on the GPU."""
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Have the GPU inside the `with` block, while all engines sleep.
+    def taken(self, stop: StopRequest) -> Iterator[bool]:
+        """Have the GPU inside the `with` block, while all engines sleep; yield False, without it, if `stop` comes first.
 
         Waits for: the end of each engine's step, at most `LONGEST_S`. Raises `ServiceError` after that.
         """
         with contextlib.ExitStack() as held:
             for lock in (self._wanted, self._turn):
-                if not _wait_for(lambda lock=lock: lock.take(alone=True), "the actors to give up the GPU", LONGEST_S):
+                held.callback(lock.free)
+                took = partial(lock.take, alone=True)
+                if not _wait_for(lambda took=took: bool(stop) or took(), "the actors to give up the GPU", LONGEST_S):
                     raise ServiceError(
                         f"an actor has kept the GPU for {LONGEST_S:g} s. Kill it if it is stuck: its log is in the run's folder"
                     )
-                held.callback(lock.free)
+                if stop:
+                    yield False
+                    return
             if torch.cuda.is_available():
                 # Called before the locks are freed: the engines take what torch has cached.
                 held.callback(torch.cuda.empty_cache)
-            yield
+            yield True
 
 
 class ActorTurn(_Turns):

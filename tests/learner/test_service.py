@@ -213,13 +213,15 @@ class FakePublisher:
 
 
 class FakeTurn:
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
+    def __init__(self, calls: list[str], signal_in_turn: int = 0) -> None:
+        self._calls, self._signal_in_turn = calls, signal_in_turn
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self, stop: StopRequest) -> Iterator[bool]:
         self._calls.append("gpu")
-        yield
+        if self._calls.count("gpu") == self._signal_in_turn:
+            stop.ask("SIGINT")
+        yield not stop
         self._calls.append("gpu is free")
 
 
@@ -353,6 +355,14 @@ def test_learner_that_shares_a_gpu_in_turns_has_it_for_training_alone_when_all_h
     assert bench.loop.run(bench.stop) == "finished"
     assert bench.calls[3:8] == ["taken by all", "gpu", "train to 1", "gpu is free", "finish 1"]
     assert bench.dispatcher.activities[2:4] == ["training step 1", "waiting for the actors to give up the GPU"]
+
+
+def test_learner_that_is_asked_to_stop_while_actors_have_its_gpu_trains_no_further() -> None:
+    bench = Bench(num_steps=2, checkpoint_interval=9)
+    bench.loop.gpu_turn = cast(LearnerTurn, FakeTurn(bench.calls, signal_in_turn=2))
+    assert bench.loop.run(bench.stop) == "stopped"
+    assert bench.calls_of("train") == ["to 1"]
+    assert bench.calls_of("checkpoint") == ["1"]
 
 
 def test_operators_see_what_the_learner_is_doing() -> None:

@@ -11,6 +11,7 @@ import pytest
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes import gpu_turn
 from offbeat.common.processes.gpu_turn import ActorTurn, EngineTurns, LearnerTurn
+from offbeat.common.processes.shutdown import StopRequest
 from tests.process_ends import kill_and_wait
 from tests.waiting import wait_for
 
@@ -18,13 +19,14 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from offbeat.common.processes.gpu_turn import ActorTurn, LearnerTurn
+from offbeat.common.processes.shutdown import StopRequest
 
 file = Path(sys.argv[2])
 if sys.argv[1] == "actor":
     ActorTurn(file).begin()
     print("has the GPU", flush=True)
     time.sleep(60)
-with LearnerTurn(file).taken():
+with LearnerTurn(file).taken(StopRequest()):
     print("has the GPU", flush=True)
     time.sleep(60)
 """
@@ -45,7 +47,7 @@ def test_learner_trains_while_all_engines_sleep_and_they_wake_afterwards(tmp_pat
     learner, may_end = LearnerTurn(tmp_path / "turn"), threading.Event()
 
     def train() -> None:
-        with learner.taken():
+        with learner.taken(StopRequest()):
             events.append("trains")
             may_end.wait()
             events.append("has trained")
@@ -69,7 +71,7 @@ def test_learner_trains_while_all_engines_sleep_and_they_wake_afterwards(tmp_pat
 
 
 def test_actor_that_starts_waits_for_the_end_of_the_learners_turn(tmp_path: Path) -> None:
-    with LearnerTurn(tmp_path / "turn").taken():
+    with LearnerTurn(tmp_path / "turn").taken(StopRequest()):
         assert not ActorTurn(tmp_path / "turn").try_to_begin()
         started = threading.Thread(target=ActorTurn(tmp_path / "turn").begin, daemon=True)
         started.start()
@@ -92,7 +94,7 @@ def test_turn_of_a_killed_process_is_over(tmp_path: Path, service: str) -> None:
     process.wait()
     assert actor.try_to_begin()
     actor.end()
-    with LearnerTurn(tmp_path / "turn").taken():
+    with LearnerTurn(tmp_path / "turn").taken(StopRequest()):
         assert actor.is_wanted()
 
 
@@ -103,8 +105,22 @@ def test_actor_that_keeps_the_gpu_ends_the_learners_wait_in_words(
     monkeypatch.setattr(gpu_turn, "LONG_S", 0.03)
     stuck = ActorTurn(tmp_path / "turn")
     stuck.begin()
-    with pytest.raises(ServiceError, match=r"an actor has kept the GPU for 0\.1 s"), LearnerTurn(tmp_path / "turn").taken():
+    with (
+        pytest.raises(ServiceError, match=r"an actor has kept the GPU for 0\.1 s"),
+        LearnerTurn(tmp_path / "turn").taken(StopRequest()),
+    ):
         pytest.fail("the engine is awake")
     assert "waiting for the actors to give up the GPU" in caplog.text
     # The learner wants it no more.
+    assert ActorTurn(tmp_path / "turn").try_to_begin()
+
+
+def test_learner_that_is_asked_to_stop_does_not_wait_for_an_actor_that_keeps_the_gpu(tmp_path: Path) -> None:
+    stuck, stop = ActorTurn(tmp_path / "turn"), StopRequest()
+    stuck.begin()
+    signal = threading.Timer(5 * gpu_turn.LOOK_S, stop.ask, ["SIGINT"])
+    signal.start()
+    with LearnerTurn(tmp_path / "turn").taken(stop) as is_taken:
+        assert not is_taken
+    signal.join()
     assert ActorTurn(tmp_path / "turn").try_to_begin()
