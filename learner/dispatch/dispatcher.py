@@ -140,6 +140,7 @@ class Dispatcher:
             # Readers of the log count from here on. The first shares of a curriculum are in it already.
             self._journal.num_events = 0
             self._journal.commit_late(started)
+            self._buffer.begin()
             self._desk.abort(self._roster, self._versions.current)
             # If a power failure lost this record, the next process would grant the same lease ids again.
             self._journal.sync()

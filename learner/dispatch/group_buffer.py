@@ -72,10 +72,13 @@ class GroupBuffer:
         group = make_group(accepted, arrays, prompt)
         self._journal.commit(accepted, arrays, group)
         self._failures.forget(group.prompt_id)
-        if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
-            self.drop(group, ZERO_VARIANCE, is_final=True)
-        elif self._scheduler.has_batch():
+        if not self._drop_equal(group) and self._scheduler.has_batch():
             self._wake()
+
+    def begin(self) -> None:
+        """Drop the groups without variance that an earlier process was killed before it could drop."""
+        for group in self._journal.ledger.ready_groups():
+            self._drop_equal(group)
 
     def fail(self, lease_id: int, reason: str) -> None:
         """End a training lease that brought nothing usable, or raise `LogFullError` and change nothing.
@@ -140,6 +143,13 @@ class GroupBuffer:
         )
         self._journal.commit_late(trained)
         return trained
+
+    def _drop_equal(self, group: Group) -> bool:
+        """Drop a group whose rewards are all equal, where the settings ask for it; return whether it was dropped."""
+        is_dropped = self._drop_zero_variance and len({rollout.reward for rollout in group.rollouts}) == 1
+        if is_dropped:
+            self.drop(group, ZERO_VARIANCE, is_final=True)
+        return is_dropped
 
     def record_trained(self, groups: Sequence[Group], trained: Trained) -> None:
         """Record the rows of a finished batch. Needs no lock."""

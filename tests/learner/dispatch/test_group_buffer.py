@@ -10,6 +10,7 @@ from tests.learner.dispatch.dispatch_desk import (
     MAX_NEW_TOKENS,
     Actor,
     Desk,
+    make_recovered,
     prompts_in_order,
 )
 
@@ -47,6 +48,18 @@ def test_zero_variance_group_is_dropped_when_asked_and_another_prompt_leased() -
     assert again.prompt_id == next(order)
     actor.answer(again.lease_id, rewards=(1.0, 0.0))
     assert len(desk.train()) == 1
+
+
+def test_zero_variance_group_that_a_killed_learner_had_accepted_and_not_dropped_yet_is_not_trained() -> None:
+    # The state between the two records of the log: the group is accepted, as without the drop.
+    killed = Desk("train.groups_per_step=1", "staleness.max_staleness=0")
+    actor = Actor(killed, "a").join(capacity=1)
+    actor.answer(actor.leases()[0].lease_id, rewards=(1.0, 1.0))
+    recovered = make_recovered()._replace(ledger=killed.ledger, stream=killed.stream)
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=0", "loss.zero_variance=drop", recovered=recovered)
+    desk.dispatcher.begin()
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"zero_variance": 1}
 
 
 def test_group_above_the_hard_bound_is_dropped_when_taken_and_its_prompt_leased_again() -> None:
