@@ -94,7 +94,7 @@ def hub_obstacle(name: str) -> tuple[str, str] | None:
     def ask() -> None:
         try:
             if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-                logger.info("looking for model.path = %s at the model hub, for at most %.0f s", name, HUB_S)
+                logger.info("looking for the model %s at the model hub, for at most %.0f s", name, HUB_S)
                 HfApi(constants.ENDPOINT).model_info(name, timeout=HUB_S)
             answers.append(None)
         except HFValidationError:

@@ -88,7 +88,10 @@ def check_hub_names(config: Config, kind_of_missing: Literal["mistake", "warning
 
     A model that the hub cannot serve to this machine is a finding of `kind_of_missing`.
     """
-    names = [("model.path", config.model.path, "model", "its files, and the lengths of prompts,")]
+    names = [
+        ("model.path", config.model.path, "model", "its files, and the lengths of prompts,"),
+        ("kl.reference", config.kl.reference, "model", "its files"),
+    ]
     names += [(setting, source, "dataset", "its rows") for setting, source, _ in _sources(config) if not is_generated(source)]
     for setting, name, kind, unchecked in names:
         if not name or is_local_data(name) or is_function(name):

@@ -69,6 +69,14 @@ def test_model_that_the_hub_has_not_is_a_mistake_before_the_start_and_a_warning_
     assert str(raised.value) == text
 
 
+def test_reference_that_the_hub_has_not_is_found_as_the_model_is(hub: socket.socket, tmp_path: Path) -> None:
+    answer(hub, "404 Not Found")
+    config = load(None, [f"model.path={tmp_path}", "data.train_data=train.jsonl", f"kl.reference={NAME}", "kl.loss_coef=0.1"])
+    (found,) = check_hub_names(config, "mistake")
+    assert found.kind == "mistake"
+    assert found.text.startswith(f'kl.reference = "{NAME}": it is no folder here, and the model hub has no such model')
+
+
 def test_hub_that_is_unreachable_is_told_as_that_with_the_wait_before(
     hub: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,7 +86,7 @@ def test_hub_that_is_unreachable_is_told_as_that_with_the_wait_before(
     assert finding.text.startswith(f'model.path = "{NAME}": it is no folder here, and the model hub cannot be reached (')
     assert finding.text.endswith("Give a model folder, or a hub name on a machine that reaches the hub.")
     assert [record.getMessage() for record in caplog.records] == [
-        f"looking for model.path = {NAME} at the model hub, for at most 4 s"
+        f"looking for the model {NAME} at the model hub, for at most 4 s"
     ]
 
 
