@@ -37,6 +37,8 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {**_TABLE, "sep": "\t"}),
 }
 """The builder of `datasets` for a file's suffix, and its options. Files with any other suffix hold JSON."""
+_EXACT = 1 << 53
+"""Whole numbers below this are exact as floats."""
 LARGEST_SOURCE = 1_000_000
 """Number of rows above which a function is taken to be endless."""
 
@@ -253,7 +255,16 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
             "(owner/name or owner/name/config) on a machine that reaches the hub."
         )
         raise SettingError(setting, source, f"the data or its split {split!r} cannot be loaded ({reason})", cure) from error
-    yield from _numbered(loaded, source)
+    is_table = options.keys() >= _CELLS.keys()
+    yield from _numbered(map(_with_whole_numbers, loaded) if is_table else loaded, source)
+
+
+def _with_whole_numbers(row: Any) -> dict[str, Any]:
+    """Return a table's row with its whole numbers as such: an empty cell or a fraction makes 42 of its column 42.0."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
+        for name, value in row.items()
+    }
 
 
 def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:

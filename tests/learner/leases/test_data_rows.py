@@ -84,6 +84,17 @@ def test_cell_of_a_table_is_the_text_that_the_file_has(suffix: str, is_folder: b
     ]
 
 
+def test_whole_number_of_a_table_stays_one_beside_fractions_and_empty_cells(tmp_path: Path) -> None:
+    """The built-in rewards compare with the answer's text, which `42.0` is not."""
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer,level,weight\n6*7>,42,1,0.5\n5/2>,2.5,,2\n10^300>,1e300,3,0\n")
+    assert [str(list(row.values())) for row in read(path)] == [
+        "['6*7>', 42, 1, 0.5]",
+        "['5/2>', 2.5, None, 2]",
+        "['10^300>', 1e+300, 3, 0]",
+    ]
+
+
 def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     import datasets
 
