@@ -28,6 +28,8 @@ _COMPRESSED_MARKS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh", 
 """First bytes of gzip, Zstandard, xz, bzip2 and zip."""
 _CELLS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """Options of the csv builder with which an empty cell alone is null; None, NA and null are words, and may be answers."""
+_NAMELESS = "__index_level_0__"
+"""The column that the csv builder makes of the first cells where rows have one more than there are names."""
 # Spreadsheets write the byte order mark, which would become part of the first column's name.
 _TABLE = {"encoding": "utf-8-sig", **_CELLS}
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -256,6 +258,9 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
         )
         raise SettingError(setting, source, f"the data or its split {split!r} cannot be loaded ({reason})", cure) from error
     is_table = options.keys() >= _CELLS.keys()
+    if is_table and _NAMELESS in loaded.column_names:
+        cure = "Put text with separators in quotes, and give each column a name."
+        raise SettingError(setting, source, "its rows have more cells than its first line has names", cure)
     yield from _numbered(map(_with_whole_numbers, loaded) if is_table else loaded, source)
 
 

@@ -95,6 +95,15 @@ def test_whole_number_of_a_table_stays_one_beside_fractions_and_empty_cells(tmp_
     ]
 
 
+@pytest.mark.parametrize("row", ["Paris, France?,yes", "a,yes,"])
+def test_table_whose_rows_have_more_cells_than_names_is_refused(row: str, tmp_path: Path) -> None:
+    """Otherwise each cell would stand under the name of the one before it, and the prompt would be the answer."""
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt,answer\n{row}\n")
+    with pytest.raises(SettingError, match=r"more cells than its first line has names.*in quotes"):
+        read(path)
+
+
 def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     import datasets
 
