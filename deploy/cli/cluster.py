@@ -1,7 +1,8 @@
 """The commands for clusters: the files of a run for a scheduler, and the loop that keeps actors there."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import configure_logs
+from offbeat.common.records.run_folder import not_writable
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
 from offbeat.deploy.cli.arguments import (
@@ -62,7 +64,9 @@ def slurm(
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
     assert path is not None, "read_config refuses a command line without a file"
-    typer.echo(write_scripts(config, path, overrides, out, learner_options or [], actor_options or []))
+    with _writing(out):
+        told = write_scripts(config, path, overrides, out, learner_options or [], actor_options or [])
+    typer.echo(told)
 
 
 @app.command()
@@ -108,14 +112,28 @@ def kubernetes(
         prometheus=prometheus,
         reconciles=scaler == "reconcile",
     )
-    typer.echo(write_manifests(path, overrides, out, cluster))
+    with _writing(out):
+        told = write_manifests(path, overrides, out, cluster)
+    typer.echo(told)
 
 
 @app.command()
 def compose(out: Out, image: Image = "", arguments: Arguments = None) -> None:
     """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of `launch`."""
     path, overrides = _named_file(arguments)
-    typer.echo(write_compose(path, overrides, out, _named_image(image)))
+    named = _named_image(image)
+    with _writing(out):
+        told = write_compose(path, overrides, out, named)
+    typer.echo(told)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise `SettingError` where the folder `out` cannot be made or written within."""
+    try:
+        yield
+    except OSError as error:
+        raise not_writable(out, error, "--out") from error
 
 
 def _named_image(image: str) -> str:

@@ -83,6 +83,8 @@ def test_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(tiny_model: 
         export(run, step=1, out=None, only_adapter=False)
     with pytest.raises(SettingError, match="trained all weights"):
         export(run, step=1, out=None, only_adapter=True)
+    with pytest.raises(SettingError, match="the folder cannot be written"):
+        export(run, step=1, out=run / "config.toml" / "model", only_adapter=False)
 
 
 def test_run_without_a_checkpoint_says_which_setting_makes_them(tmp_path: Path) -> None:

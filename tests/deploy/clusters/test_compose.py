@@ -95,6 +95,13 @@ def test_secret_that_is_masked_is_refused_before_anything_is_written(folder: Pat
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize("words", [["slurm"], ["compose", "--image", "offbeat"], ["kubernetes", "--image", "offbeat"]])
+def test_folder_that_cannot_be_written_is_refused(words: list[str]) -> None:
+    Path("run.toml").write_text(SETTINGS)
+    with pytest.raises(SettingError, match=r"the folder cannot be written \(Not a directory\)"):
+        CliRunner().invoke(make_app(), ["deploy", *words, "run.toml", "--out", "run.toml/out"], catch_exceptions=False)
+
+
 def test_page_is_for_this_machine_and_gpus_are_those_of_the_settings() -> None:
     services = write("launch.learner_gpus=[0]", "launch.actor_gpus=[[1], [3]]")
     assert services["learner"]["ports"] == ["127.0.0.1:9400:9400"]
