@@ -23,6 +23,7 @@ _OWNER_COMMANDS = (8, 10, 15)
 """`fcntl`: F_SETOWN, F_SETSIG, F_SETOWN_EX, which make the kernel send signals to any process of the user."""
 _OWNER_REQUESTS = (0x8901, 0x8902, 0x5412)
 """`ioctl`: FIOSETOWN, SIOCSPGRP, which do the same; TIOCSTI, which types into a terminal."""
+_RLIMIT_CPU = 0
 _PR_SET_PDEATHSIG = 1
 """`prctl`: whoever could undo it would live on when its parent is killed."""
 FIRST_UNKNOWN = 452
@@ -52,6 +53,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "sched_setattr": (314, 274),
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
+    # A timer may send any signal, also SIGKILL to its own process.
+    "timer_create": (222, 107),
     # Network. io_uring makes other calls past this filter.
     "socket": (41, 198),
     "connect": (42, 203),
@@ -149,6 +152,7 @@ _LOOKED_AT: dict[str, tuple[int, int]] = {
     "exit_group": (231, 94),
     "kill": (62, 129),
     "tgkill": (234, 131),
+    "setrlimit": (160, 164),
     "prlimit64": (302, 261),
     "prctl": (157, 167),
 }
@@ -196,9 +200,12 @@ def seccomp_filter(pid: int | None) -> bytes:
     lines += [*_when(number["exit"], killed), *_when(number["exit_group"], killed)]
     lines += _when(number["kill"], [*own, *_unless_one_of(1, (signal.SIGKILL,))])
     lines += _when(number["tgkill"], [*own, *_unless_one_of(2, (signal.SIGKILL,))])
-    if pid is not None:
-        itself = [_argument(0), _line(_EQUAL, 0, 2, 0), _line(_EQUAL, pid, 1, 0), _refuse(), _allow()]
-        lines += _when(number["prlimit64"], itself)
+    # Nothing happens, without an error: at a limit of CPU time of its own the kernel would send SIGKILL.
+    done = _line(_RETURN, _ERRNO)
+    lines += _when(number["setrlimit"], [_argument(0), _line(_EQUAL, _RLIMIT_CPU, 0, 1), done, _allow()])
+    itself = [] if pid is None else [_argument(0), _line(_EQUAL, 0, 2, 0), _line(_EQUAL, pid, 1, 0), _refuse()]
+    asked = [_argument(1), _line(_EQUAL, _RLIMIT_CPU, 0, 3), _argument(2), _line(_EQUAL, 0, 1, 0), done, _allow()]
+    lines += _when(number["prlimit64"], [*itself, *asked])
     return b"".join([*lines, _allow()])
 
 

@@ -43,6 +43,7 @@ ATTACKS = {
     "leaves a daemon": "os._exit(0) if os.fork() == 0 and (os.setsid() or os.fork() or 1) else os.wait()",
     "has memory without addresses": "os.memfd_create('hidden')",
     "kills itself as if from outside": "control or os.kill(os.getpid(), signal.SIGKILL)",
+    "has a timer that may kill": "call(libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())))",
     "raises its limits": "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.RLIM_INFINITY))",
     "outlives its parent": "call(libc.prctl(1, 0, 0, 0, 0))",
     "holds descriptors of its parent": "[os.fstat(number) for number in range(3, 64) if is_open(number)][0]",

@@ -56,6 +56,13 @@ for n in range(8): threading.Thread(target=work).start()
     assert result.is_timeout
 
 
+def test_program_that_limits_its_own_cpu_time_has_a_result(box: Local) -> None:
+    # At a hard limit of CPU time the kernel sends SIGKILL, as an administrator does who is short of memory.
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
+    assert run(box, f"{limit}print(resource.getrlimit(resource.RLIMIT_CPU))").stdout == "(-1, -1)\n"
+    assert run(box, f"{limit}while True: pass", timeout_s=1.5).is_timeout
+
+
 def test_no_dead_process_is_left_to_the_first_one_of_a_container(box: Local) -> None:
     adopts_orphans = 36
     ctypes.CDLL(None).prctl(adopts_orphans, 1, 0, 0, 0)
