@@ -6,7 +6,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -21,6 +21,10 @@ from offbeat.common.processes.environment import num_cores
 
 LEAST_MEMORY_MB = 64
 """The interpreter alone takes half of this."""
+PROGRAM_FILE = "main.py"
+"""Name of the program in its folder, as `inside.py` writes it."""
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder, in bytes of UTF-8."""
 BackendName = Literal["bubblewrap", "landlock"]
 Backend = Bubblewrap | Landlock
 
@@ -55,10 +59,7 @@ class Local:
     ) -> Result:
         """Run a Python program: see `Sandbox.run`. Raise `NoSandboxError` where no sandbox works."""
         files = files or {}
-        for name in files:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts:
-                raise ValueError(f"files: {name!r} is not a path below the program's folder")
+        _check_names(files)
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {timeout_s}, and must be more than 0")
         if memory_mb < LEAST_MEMORY_MB:
@@ -116,6 +117,18 @@ class Local:
     def _candidates(self) -> list[Backend]:
         bubblewraps: list[Backend] = [] if self.backend == "landlock" else [Bubblewrap(path) for path in find_bubblewrap()]
         return bubblewraps if self.backend == "bubblewrap" else [*bubblewraps, Landlock()]
+
+
+def _check_names(files: Iterable[str]) -> None:
+    """Raise `ValueError` for names that no file of a program can have: the model may have chosen them."""
+    paths = {PurePosixPath(name): name for name in (PROGRAM_FILE, *files)}
+    for path, name in paths.items():
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"files: {name!r} is not a path below the program's folder")
+        if "\0" in name or any(len(part.encode()) > MAX_NAME_BYTES for part in path.parts):
+            raise ValueError(f"files: {name!r} is not a name that a file can have")
+        if taken := paths.keys() & set(path.parents):
+            raise ValueError(f"files: {name!r} is below {paths[taken.pop()]!r}, which is a file")
 
 
 def _cure(reasons: list[str]) -> str:

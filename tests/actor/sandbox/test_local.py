@@ -262,6 +262,16 @@ def test_mistakes_in_the_call_are_refused(settings: dict[str, object]) -> None:
         run_sync("", **settings)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["a\0b"], ["x" * 256], ["b/" + "ä" * 128], ["a/b", "a"], ["main.py/x"]],
+    ids=["NUL", "long", "umlauts", "both", "main"],
+)
+def test_names_that_no_file_can_have_are_a_mistake_and_no_failure_of_the_sandbox(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="files: "):
+        run_sync("", files=dict.fromkeys(names, ""))
+
+
 def test_remote_sandbox_takes_the_place_of_the_local_one() -> None:
     class Remote:
         async def run(self, code: str, **settings: object) -> Result:
