@@ -18,6 +18,8 @@ from typing import Any
 import gymnasium  # pyright: ignore[reportMissingImports]
 
 NUMBER = re.compile(r"-?\d+")
+MAX_DIGITS = 18
+"""Longest number that may be an action, in characters."""
 
 
 class GymnasiumEnvironment:
@@ -73,13 +75,13 @@ class GymnasiumEnvironment:
                 if answer is None:
                     break
                 chat.metric("turns", turn)
-                numbers = NUMBER.findall(answer)
-                if not numbers or int(numbers[-1]) not in self._actions:
+                action = self._action(answer)
+                if action is None:
                     shown = self._how
                     chat.metric("without_action", chat.metrics.get("without_action", 0.0) + 1)
                     total += self._without_action
                 else:
-                    observation, reward, terminated, truncated, _ = environment.step(int(numbers[-1]))
+                    observation, reward, terminated, truncated, _ = environment.step(action)
                     total += float(reward)
                     if terminated or truncated:
                         break
@@ -88,6 +90,14 @@ class GymnasiumEnvironment:
             return {"reward": total}
         finally:
             environment.close()
+
+    def _action(self, answer: str) -> int | None:
+        """Return the last number of an answer; None where it is no action."""
+        numbers = NUMBER.findall(answer)
+        # A model that repeats a digit writes numbers that Python does not read.
+        if not numbers or len(numbers[-1]) > MAX_DIGITS or int(numbers[-1]) not in self._actions:
+            return None
+        return int(numbers[-1])
 
 
 def load(name: str, arguments: dict[str, Any]) -> GymnasiumEnvironment:

@@ -50,9 +50,12 @@ class Session:
     def call(self, name: str, arguments: str) -> str:
         """Return a tool's answer as the model reads it."""
         try:
-            return self.post(quote(name, safe=""), json.loads(arguments))
-        except json.JSONDecodeError as error:
+            given = json.loads(arguments)
+        # Also numbers and lists too long for Python.
+        except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"the arguments are no JSON: {error}"})
+        try:
+            return self.post(quote(name, safe=""), given)
         except urllib.error.HTTPError as error:
             if error.code in UNAVAILABLE:
                 raise

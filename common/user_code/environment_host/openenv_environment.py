@@ -115,7 +115,8 @@ class OpenEnvEnvironment:
         text = fenced[1].strip() if fenced else answer.strip()
         try:
             action: Any = json.loads(text)
-        except json.JSONDecodeError:
+        # Also numbers and lists too long for Python.
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict) and len(self._required) == 1:
             (name,) = self._required

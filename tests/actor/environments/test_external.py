@@ -1,15 +1,18 @@
 """An environment plays in a Python of its own; whatever it does there becomes an event of its episode, or of its worker."""
 
 import asyncio
+import io
 import json
 import os
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,6 +341,58 @@ def test_only_a_turn_that_does_not_fit_is_no_text() -> None:
     assert Refused('{"error": {"code": "context_length_exceeded"}}').next_text([]) is None
     with pytest.raises(urllib.error.HTTPError, match="no such role"):
         Refused('{"error": {"message": "no such role"}}').next_text([])
+
+
+class RepeatingModel(host.HostedChat):
+    """A model that fell into repeating itself, as models do early in their training."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__({"url": "", "episode": "0", "seed": 0, "prompt": "", "is_evaluation": False})
+        self._text = text
+
+    def next_text(self, messages: list[dict[str, Any]]) -> str | None:
+        return self._text
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000], ids=["digits", "brackets"])
+def test_answer_that_python_does_not_read_as_a_number_or_list_is_no_action(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    class Discrete:
+        start, n = 0, 4
+
+    class World:
+        action_space, metadata, unwrapped = Discrete(), {}, SimpleNamespace(render_mode=None)
+
+        def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+            return "a lake", {}
+
+        def close(self) -> None:
+            pass
+
+    spaces = SimpleNamespace(Discrete=Discrete)
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=lambda _: World(), spaces=spaces))
+    chat = RepeatingModel(text)
+    arguments = {"max_turns": 2, "without_action": -0.5}
+    assert host.load("gymnasium:Lake-v1", arguments).play(chat, {"seed": 1}) == {"reward": -1.0}
+    assert chat.metrics == {"turns": 2.0, "without_action": 2.0}
+
+    class Client:
+        def __init__(self, base_url: str) -> None:
+            pass
+
+        async def __aenter__(self) -> "Client":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def reset(self, **options: object) -> SimpleNamespace:
+            return SimpleNamespace(observation={"text": "guess"}, done=False, reward=None)
+
+    schema = {"action": {"properties": {"guess": {"type": "integer"}}, "required": ["guess"]}}
+    monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(GenericEnvClient=Client))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(json.dumps(schema).encode()))
+    environment = host.load("openenv:guess", {"url": "http://nowhere", **arguments})
+    assert asyncio.run(environment.play(RepeatingModel(text), {"seed": 1})) == {"reward": -1.0}
 
 
 def test_host_ends_in_silence_where_the_process_that_started_it_is_gone() -> None:

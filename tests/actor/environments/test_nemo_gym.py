@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -185,6 +186,13 @@ def test_model_reads_the_errors_of_tools(bank: Bank) -> None:
     broken, wrong, raised = read_by_model(bank, *turns)
     assert broken.startswith('{"error": "the arguments are no JSON')
     assert (wrong, raised) == ('{"detail": "amount is no integer"}', "\"KeyError('account')\"")
+
+
+@pytest.mark.parametrize("arguments", ['{"amount": ' + "1" * 5000 + "}", "[" * 100_000], ids=["digits", "brackets"])
+def test_arguments_that_python_does_not_read_are_an_error_for_the_model(bank: Bank, arguments: str) -> None:
+    host.load("nemo_gym:bank", {"url": bank.url})
+    session = sys.modules["nemo_gym_environment"].Session(bank.url)
+    assert session.call("deposit", arguments).startswith('{"error": "the arguments are no JSON')
 
 
 def test_model_cannot_call_the_servers_own_paths(bank: Bank) -> None:
