@@ -203,8 +203,9 @@ def _ask(environment: Environment, wish: dict[str, Any] | None) -> Iterator[Host
                 process.stdin.write(msgspec.json.encode(wish) + b"\n")
         for line in process.stdout:
             try:
-                message = msgspec.json.decode(line, type=HostMessage)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                # Python's own JSON, as the host writes it: rows of tables have NaN for numbers that are missing.
+                message = msgspec.convert(json.loads(line), HostMessage)
+            except (msgspec.MsgspecError, ValueError) as error:
                 shown = line[:80].decode(errors="replace").strip()
                 problem = f"the program has written {shown!r} instead of a message ({error})"
                 raise SettingError("environment.python", command[0], problem, "Give the path of a Python.") from error

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -292,6 +293,12 @@ def test_endless_rows_are_cut_by_size_and_begin_after_skip() -> None:
     environment = Environment("outside_games:play", sys.executable, arguments={"bonus": 3})
     rows = environment_rows(environment, "task-environment:test?size=2&skip=5", "data.eval_data")
     assert list(rows) == [{"prompt": "test 5", "bonus": 3}, {"prompt": "test 6", "bonus": 3}]
+
+
+def test_rows_may_hold_missing_numbers_as_tables_have_them() -> None:
+    environment = Environment("outside_games:play", sys.executable, arguments={"bonus": math.nan})
+    (row,) = environment_rows(environment, "task-environment:train?size=1", "data.train_data")
+    assert math.isnan(row["bonus"])
 
 
 def test_rows_without_a_python_of_their_own_are_refused() -> None:
