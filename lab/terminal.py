@@ -1,6 +1,7 @@
 """The terminal that commands print on: its width, a pager for what is longer than it is high."""
 
 import copy
+import json
 import pydoc
 import shutil
 import sys
@@ -38,7 +39,9 @@ def print_result(value: object, shown: RenderableType, *, as_json: bool) -> None
 
 def print_json(value: object) -> None:
     """Print the value as JSON that a terminal shows as it is."""
-    print(msgspec.json.format(plain_json(msgspec.json.encode(value).decode())))
+    text = msgspec.json.format(plain_json(msgspec.json.encode(value).decode()))
+    # JSON has escapes of its own for characters that a terminal without UTF-8 has not.
+    print(text if (sys.stdout.encoding or "utf-8").lower().startswith("utf") else json.dumps(json.loads(text), indent=2))
 
 
 def page(text: str) -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from pathlib import Path
@@ -82,6 +83,9 @@ def run(app: typer.Typer | None = None) -> None:
     Errors that the user can mend become one line on stderr and exit status 2, without a traceback.
     """
     open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A terminal without UTF-8 has no dashes, and not every letter of a model. As for stderr, they are escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Local modules (rewards named by import path) are found as `python -m` would find them.
     sys.path.insert(0, "")
     # Removed from the environment: it is not meant for what this process starts.

@@ -3,6 +3,7 @@
 import ast
 import errno
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -170,3 +171,14 @@ def test_standard_streams_that_were_closed_are_opened_again() -> None:
     command = f"{sys.executable} -c '{opened}os.write(2, str(os.open(\"/\", 0)).encode())' <&- >&-"
     # The next file has a number of its own.
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stderr == "3"
+
+
+def test_characters_that_the_terminal_has_not_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "größer").mkdir()
+    (tmp_path / "größer" / "metrics.jsonl").write_text('{"kind":"event","time":1.0,"event":"run_started","detail":""}\n')
+    command = [sys.executable, "-m", MAIN, "runs", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert r"gr\xf6\xdfer" in listed.stdout, listed.stderr
+    listed = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=False)
+    assert [Path(run["folder"]).name for run in json.loads(listed.stdout)] == ["größer"]
