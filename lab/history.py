@@ -304,6 +304,8 @@ def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
             history.canaries.append(row)
         case rows.EventRow():
             history.events.append(row)
+            if row.event == "run_started":
+                history.final = None
         case rows.FinalRow():
             history.final = row
         case rows.EngineRow() | rows.EpochRow() | rows.PullRow() | rows.RoutingRow() | rows.OtherRow():

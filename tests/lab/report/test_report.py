@@ -436,6 +436,14 @@ def test_running_run_says_that_its_books_are_open(tmp_path: Path):
     assert "1 groups trained and 1 dropped { stale 1 }" in text
 
 
+def test_resumed_run_is_running_before_its_next_step(tmp_path: Path):
+    stopped = final("stopped") | {"detail": "SIGTERM"}
+    rows = [step(1, {"0": 1}), stopped, event("run_started") | {"time": time.time() - 5}]
+    text = text_of(report_of(tmp_path, rows))
+    assert "running This page shows the run so far" in text
+    assert "The books are closed in the final row" in text
+
+
 def test_killed_run_is_called_unfinished(tmp_path: Path):
     assert "unfinished The rows end" in text_of(report_of(tmp_path, [step(1, {"0": 1})]))
 
