@@ -8,6 +8,7 @@ and badly. A GGUF file at `model.path` becomes a model folder.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
+from safetensors import SafetensorError
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import prepare_environment
@@ -164,9 +166,7 @@ def ensure(folder: Path, recipe: AnyRecipe) -> bool:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
-        problem = f"{recipe.what} cannot be made in {folder.parent} ({error.strerror})"
-        cure = "Set the variable to a folder that you may write to."
-        raise SettingError("environment variable XDG_CACHE_HOME", str(folder.parents[1]), problem, cure) from error
+        raise _cannot_make(recipe, folder, str(error.strerror)) from error
     said: list[str] = []
     what = f"making {recipe.what}, once for this machine, in {folder}"
     try:
@@ -174,7 +174,14 @@ def ensure(folder: Path, recipe: AnyRecipe) -> bool:
             prepare_environment()
             # mkdtemp makes folders that only their owner can read, but a cache may be shared.
             building.chmod(0o755)
-            recipe.make(building, said.append)
+            try:
+                recipe.make(building, said.append)
+            except SafetensorError as error:
+                raise _cannot_make(recipe, folder, str(error)) from error
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _cannot_make(recipe, folder, str(error.strerror)) from error
+                raise
         try:
             building.rename(folder)
         except OSError:
@@ -185,6 +192,12 @@ def ensure(folder: Path, recipe: AnyRecipe) -> bool:
         return True
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _cannot_make(recipe: AnyRecipe, folder: Path, reason: str) -> SettingError:
+    problem = f"{recipe.what} cannot be made in {folder.parent} ({reason})"
+    cure = "Set the variable to a folder that you may write to, and that has room."
+    return SettingError("environment variable XDG_CACHE_HOME", str(folder.parents[1]), problem, cure)
 
 
 @contextlib.contextmanager

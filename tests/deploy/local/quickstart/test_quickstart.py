@@ -1,14 +1,17 @@
 """The quick start's folder appears whole, is the same wherever it is made, and survives being made twice at once."""
 
+import errno
 import fcntl
 import multiprocessing
 import os
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors import SafetensorError
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
@@ -127,6 +130,22 @@ def test_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path: Path)
     (tmp_path / "cache").write_text("")
     with pytest.raises(SettingError, match=r"XDG_CACHE_HOME = .*cache\": .*{quickstart} cannot be made in .*Not a directory"):
         ensure(tmp_path / "cache/offbeat/quickstart-1", SMALL)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EDQUOT, "Disk quota exceeded"), SafetensorError("I/O error: Disk quota exceeded (os error 122)")]
+)
+def test_cache_that_is_full_is_named_with_its_variable(tmp_path: Path, error: Exception) -> None:
+    class TooLarge:
+        name, what = "large", "a large model"
+
+        def make(self, folder: Path, say: Callable[[str], None]) -> None:
+            (folder / "half").touch()
+            raise error
+
+    with pytest.raises(SettingError, match=r"XDG_CACHE_HOME = .*a large model cannot be made in .*Disk quota exceeded"):
+        ensure(tmp_path / "offbeat/large-1", TooLarge())  # pyright: ignore[reportArgumentType]
+    assert not any((tmp_path / "offbeat").iterdir())
 
 
 def test_folder_that_a_killed_process_left_is_deleted_at_the_next_start_and_a_living_ones_is_kept(tmp_path: Path) -> None:
