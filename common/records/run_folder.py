@@ -5,6 +5,7 @@
 | a step in `metrics.jsonl`, or a checkpoint | is refused | goes on from the newest checkpoint and the log |
 | remains of a start that made no step | moves them to `failed-starts` | goes on with the groups in the log |
 | neither | begins | is refused, unless a learner was started here |
+| a model, and no step | is refused: the trained model would replace it | as above |
 """
 
 import fcntl
@@ -132,11 +133,15 @@ def read_run_config(folder: Path) -> Config:
 
 
 def check_run_folder(run: RunSection) -> None:
-    """Raise `SettingError` for a folder that holds a run where a new one shall begin, or none where one shall go on."""
+    """Raise `SettingError` for a folder with a run or a model where a new run shall begin, or none where one shall go on."""
     folder = Path(run.dir)
     if not run.resume and has_steps(folder):
         cure = "Set run.resume=true to continue it, or another run.dir."
         raise SettingError("run.dir", run.dir, "the folder already holds a run", cure)
+    # Runs write theirs after a step.
+    if not run.resume and (folder / MODEL).exists():
+        problem = f"it has a folder {MODEL}, which the trained model would replace"
+        raise SettingError("run.dir", run.dir, problem, "Name another run.dir, or move that folder away.")
     if run.resume and not folder.is_dir():
         cure = "Give the folder of an earlier run."
         raise SettingError("run.dir", run.dir, "there is no such folder to resume from", cure)

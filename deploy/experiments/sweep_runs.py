@@ -22,7 +22,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS, StopRequest
 from offbeat.common.records.rows import EvalRow, StepRow
-from offbeat.common.records.run_folder import CHECKPOINTS, LOG
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.deploy.experiments.jobs import LOCK_FILE, FolderBusyError, alone_in, run_jobs
 from offbeat.deploy.experiments.trials import SweepTrial
@@ -242,9 +242,11 @@ class _Judge:
 
 def _shell_line(trial: SweepTrial) -> str:
     command = shlex.join(["offbeat", *_arguments(trial)])
-    rows_file = trial.folder / ROWS_FILE
-    # `offbeat train` refuses a folder that holds a run; here nothing is left to resume from, so the rows are deleted first.
-    return f"rm {shlex.quote(str(rows_file))} && {command}" if rows_file.exists() and not _can_resume(trial) else command
+    if not (trial.folder / ROWS_FILE).exists() or _can_resume(trial):
+        return command
+    # `offbeat train` refuses a folder that holds a run; here nothing is left to resume from, so that is deleted first.
+    left = [str(path) for path in (trial.folder / ROWS_FILE, trial.folder / MODEL) if path.exists()]
+    return f"{shlex.join(['rm', '-r', *left])} && {command}"
 
 
 def _arguments(trial: SweepTrial) -> list[str]:

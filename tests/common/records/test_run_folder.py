@@ -103,6 +103,15 @@ def test_new_run_is_refused_where_steps_were_made(tmp_path: Path) -> None:
     check_run_folder(RunSection(dir=str(tmp_path), resume=True))
 
 
+def test_new_run_is_refused_where_it_would_replace_a_model_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SettingError, match=r"run\.dir = .* folder model"):
+        check_run_folder(RunSection(dir=str(tmp_path)))
+    # It is the run's own.
+    write_rows(tmp_path, StepRow(policy_version=1, metrics={}))
+    check_run_folder(RunSection(dir=str(tmp_path), resume=True))
+
+
 def test_resume_is_refused_where_no_run_was_started(tmp_path: Path) -> None:
     resume = RunSection(dir=str(tmp_path), resume=True)
     with pytest.raises(SettingError, match="no run was ever started"):

@@ -146,13 +146,13 @@ def test_two_sweeps_do_not_make_the_same_run(sweep: Sweep, shard: slice) -> None
 
 def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(sweep: Sweep) -> None:
     sweep.does("4-0", "write('step'); (run / 'log').mkdir(); sys.exit(3)")
-    sweep.does("8-0", "write('step'); sys.exit(3)")
+    sweep.does("8-0", "write('step'); (run / 'model').mkdir(); sys.exit(3)")
     sweep.run("0", "4", "8")
     lines = render_commands(sweep.trials("0", "4", "8", "16"), sweep.folder).splitlines()
     root = sweep.folder / "max_staleness="
     assert lines == [
         f"offbeat train {root}4/seed=0/run.toml run.resume=true",
-        f"rm {root}8/seed=0/metrics.jsonl && offbeat train {root}8/seed=0/run.toml",
+        f"rm -r {root}8/seed=0/metrics.jsonl {root}8/seed=0/model && offbeat train {root}8/seed=0/run.toml",
         f"offbeat train {root}16/seed=0/run.toml",
     ]
 
