@@ -5,7 +5,7 @@
 | a step in `metrics.jsonl`, or a checkpoint | is refused | goes on from the newest checkpoint and the log |
 | remains of a start that made no step | moves them to `failed-starts` | goes on with the groups in the log |
 | neither | begins | is refused, unless a learner was started here |
-| a model, and no step | is refused: the trained model would replace it | as above |
+| a model, or a config of no run | is refused: the run would replace it | as above |
 """
 
 import fcntl
@@ -138,16 +138,24 @@ def check_run_folder(run: RunSection) -> None:
     if not run.resume and has_steps(folder):
         cure = "Set run.resume=true to continue it, or another run.dir."
         raise SettingError("run.dir", run.dir, "the folder already holds a run", cure)
-    # Runs write theirs after a step.
-    if not run.resume and (folder / MODEL).exists():
-        problem = f"it has a folder {MODEL}, which the trained model would replace"
-        raise SettingError("run.dir", run.dir, problem, "Name another run.dir, or move that folder away.")
+    if not run.resume and (of_users := _would_be_replaced(folder)) is not None:
+        problem = f"the run would replace the {of_users} there"
+        raise SettingError("run.dir", run.dir, problem, "Name another run.dir, or move that elsewhere.")
     if run.resume and not folder.is_dir():
         cure = "Give the folder of an earlier run."
         raise SettingError("run.dir", run.dir, "there is no such folder to resume from", cure)
     if run.resume and not any((folder / name).exists() for name in (*_OF_A_START, CONFIG_FILE, LAUNCH_FILE)):
         cure = "Give the folder of an earlier run, or leave run.resume out."
         raise SettingError("run.dir", run.dir, "no run was ever started in the folder", cure)
+
+
+def _would_be_replaced(folder: Path) -> str | None:
+    """Return what a new run in a folder without steps would replace that no run has written; None for nothing."""
+    # Runs write theirs after a step.
+    if (folder / MODEL).exists():
+        return f"folder {MODEL}"
+    is_of_a_start = any((folder / name).exists() for name in (IDENTITY_FILE, FAILED_STARTS))
+    return f"file {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() and not is_of_a_start else None
 
 
 def decide_resume(config: Config) -> Config:

@@ -154,8 +154,9 @@ def prepare_folder(
         _require_log_without_gap(folder)
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
-    replace(folder / CONFIG_FILE, resolved_toml(config).encode())
+    # First, because it tells the run's config from one of the user's.
     run_identity.write_identity(folder, identity, prompt_hashes)
+    replace(folder / CONFIG_FILE, resolved_toml(config).encode())
     return changes
 
 

@@ -112,6 +112,15 @@ def test_new_run_is_refused_where_it_would_replace_a_model_of_the_users(tmp_path
     check_run_folder(RunSection(dir=str(tmp_path), resume=True))
 
 
+def test_new_run_is_refused_where_it_would_replace_a_config_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("# my notes\n")
+    with pytest.raises(SettingError, match=r"run\.dir = .* file config\.toml"):
+        check_run_folder(RunSection(dir=str(tmp_path)))
+    # A start that failed before its first step has left it.
+    (tmp_path / "identity.json").touch()
+    check_run_folder(RunSection(dir=str(tmp_path)))
+
+
 def test_resume_is_refused_where_no_run_was_started(tmp_path: Path) -> None:
     resume = RunSection(dir=str(tmp_path), resume=True)
     with pytest.raises(SettingError, match="no run was ever started"):
