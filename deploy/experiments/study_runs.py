@@ -38,7 +38,12 @@ def run_study(
     num_jobs: int,
     say: Callable[[str], None],
 ) -> None:
-    """Run the trials that have no row in the folder, with new rows in the file; only say how many with no jobs."""
+    """Run the trials that have no row in the folder, `num_jobs` at a time; only say how many they are with no jobs.
+
+    Adds each row to `file` when its run is done. Waits for: the ends of runs. When asked to stop it finishes those under way.
+
+    Raises the error of a run that failed, and `SettingError` when another process writes to the file.
+    """
     from offbeat.deploy.experiments.study_tasks import TASKS
 
     settings = {trial: (*TASKS[trial.task].settings, *trials.methods()[trial.method]) for trial in planned}
@@ -51,7 +56,17 @@ def run_study(
         TASKS[task].make()
     for trial in todo:
         make_config(base, trial, settings[trial], TASKS[trial.task].model_path)
-    run_trials(base, todo, settings, file, stop, num_jobs=num_jobs, say=say)
+    with _alone_with(file), _processes(num_jobs) as processes:
+        jobs = run_jobs(
+            todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
+        )
+        for done in jobs:
+            row = done.result
+            trials.append_row(file, row)
+            say(
+                f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
+                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
+            )
 
 
 def run_probes(
@@ -151,35 +166,6 @@ def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, t
     }
     prompts, _ = _prompts(task)
     return probe(task, configs[trials.BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
-
-
-def run_trials(
-    base: Path,
-    todo: Sequence[trials.StudyTrial],
-    settings: Mapping[trials.StudyTrial, tuple[str, ...]],
-    file: Path,
-    stop: StopRequest,
-    *,
-    num_jobs: int,
-    say: Callable[[str], None],
-) -> None:
-    """Run trials, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
-
-    Waits for: the ends of runs. When asked to stop it finishes those under way.
-
-    Raises the error of a run that failed, and `SettingError` when another process writes to the file.
-    """
-    with _alone_with(file), _processes(num_jobs) as processes:
-        jobs = run_jobs(
-            todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
-        )
-        for done in jobs:
-            row = done.result
-            trials.append_row(file, row)
-            say(
-                f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
-                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
-            )
 
 
 def _alone_with(file: Path) -> AbstractContextManager[None]:

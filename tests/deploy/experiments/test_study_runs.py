@@ -15,7 +15,7 @@ from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import study_runs
 from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
-from offbeat.deploy.experiments.study_runs import make_config, run_trials
+from offbeat.deploy.experiments.study_runs import make_config, run_study
 from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
 from offbeat.lab.study.trials import (
     OF_MIXTURES,
@@ -137,10 +137,11 @@ def test_a_stop_lets_the_runs_under_way_end(fake_runs: FakeRuns, tmp_path: Path)
     said: list[str] = []
 
     def say(text: str) -> None:
-        said.append(text)
-        stop.ask("a test")
+        if not text.startswith("6 runs are to be done"):
+            said.append(text)
+            stop.ask("a test")
 
-    run_trials(QUICKSTART, trials, dict.fromkeys(trials, ()), tmp_path / "rows.jsonl", stop, num_jobs=2, say=say)
+    run_study(QUICKSTART, trials, tmp_path, tmp_path / "rows.jsonl", stop, num_jobs=2, say=say)
     assert 1 <= len(said) <= 2
     assert len(read_rows(tmp_path)) == len(said) == len(fake_runs.trials)
     assert re.match(r"1/6 reversal: gspo, lag \d, seed 0: finished after 150 steps, reward 0.500, 36 s; about", said[0])
