@@ -51,9 +51,6 @@ class PullService:
     def __contains__(self, peer: bytes) -> bool:
         return peer in self._pulls
 
-    def __len__(self) -> int:
-        return len(self._pulls)
-
     @property
     def lent_version(self) -> int | None:
         """The version that they all pull; None when nobody pulls."""

@@ -183,7 +183,7 @@ class Fleet:
                 self.announced.append((receiver.name, message.policy_version))
                 if isinstance(message, WeightPull):
                     self.pulled.append((receiver.name, message.policy_version))
-                    self.most_pulls = max(self.most_pulls, len(self.publisher._pulls))
+                    self.most_pulls = max(self.most_pulls, len(self.publisher._pulls._pulls))
                 # As with the hub, a message to a peer that has just died is lost: its pipe closes before it counts as dead.
                 with suppress(ConnectionError):
                     receiver.send(message)
