@@ -5,6 +5,7 @@ step-00000050.partial/    being written, or left by a killed process
 step-00000030.damaged/    its files are not those of its manifest; kept for people, never loaded
 """
 
+import hashlib
 import re
 import shutil
 from collections.abc import Iterable
@@ -19,7 +20,6 @@ _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
 _MANIFEST_FILE = "manifest.json"
 EVALUATIONS_FILE = "evaluations.json"
-_READ_BYTES = 1 << 22
 BYTES_PER_PARAMETER = 16
 """Most bytes of a trained parameter in a checkpoint: weights in two precisions at most, and AdamW's two moments."""
 
@@ -197,10 +197,8 @@ def _evaluations(root: Path) -> dict[int, float]:
 
 
 def _describe(path: Path) -> FileEntry:
-    checksum = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            checksum.update(chunk)
+    with path.open("rb", buffering=0) as file:
+        checksum = hashlib.file_digest(file, xxhash.xxh3_64)
         return FileEntry(file.tell(), checksum.hexdigest())
 
 
