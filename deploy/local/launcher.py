@@ -24,14 +24,7 @@ from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.processes.shutdown import GAVE_UP_STATUS, INTERRUPTED_STATUS, PAUSED_STATUS, USER_ERROR_STATUS, StopRequest
 from offbeat.common.records.logs import MAX_FILE_BYTES, bound_log
-from offbeat.common.records.run_folder import (
-    LAUNCH_FILE,
-    LAUNCHER_LOCK_FILE,
-    PROGRAM_LOGS,
-    has_checkpoint,
-    has_steps,
-    locked,
-)
+from offbeat.common.records.run_folder import LAUNCH_FILE, LAUNCHER_LOCK_FILE, PROGRAM_LOGS, has_checkpoint, has_steps, locked
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.loading import resolved_toml
