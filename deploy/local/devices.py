@@ -95,11 +95,8 @@ def _find(devices: Sequence[Device], entry: str) -> Device | None:
 
 def list_devices() -> list[Device]:
     """Return the machine's GPUs, instances after their GPU; none without NVIDIA's driver."""
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        # An environment of before nvidia-ml-py was required; vLLM's build for CUDA brings it too.
-        return []
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
