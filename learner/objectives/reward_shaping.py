@@ -114,7 +114,7 @@ def shape_rewards(
         running = running.add(rewards)
     rewards = normalize_rewards(rewards, mean_of=shaping.norm_mean, std_of=shaping.norm_std, running=running)
     if shaping.clip is not None:
-        rewards = clip_rewards(rewards, limit=shaping.clip)
+        rewards = np.clip(rewards, -shaping.clip, shaping.clip)
     return ShapedRewards(rewards, running)
 
 
@@ -146,11 +146,6 @@ def normalize_rewards(
     mean, _ = _mean_and_std(rewards, mean_of, running)
     _, std = _mean_and_std(rewards, std_of, running)
     return (rewards - mean) / np.where(std > 0, std + epsilon, 1.0)
-
-
-def clip_rewards(rewards: NDArray[np.float64], *, limit: float) -> NDArray[np.float64]:
-    """Clip rewards to plus or minus `limit`."""
-    return np.clip(rewards, -limit, limit)
 
 
 def load_length_penalty(path: str) -> LengthPenalty:

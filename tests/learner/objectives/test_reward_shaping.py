@@ -15,7 +15,6 @@ from offbeat.common.errors import SettingError
 from offbeat.learner.objectives.reward_shaping import (
     RewardShaping,
     RunningMoments,
-    clip_rewards,
     load_length_penalty,
     normalize_rewards,
     overlong_punishment,
@@ -256,7 +255,10 @@ def test_without_a_buffer_nothing_is_punished():
 
 
 def test_clipped_rewards_lie_within_the_limit_on_both_sides():
-    assert clip_rewards(np.array([[-9.0, -2.0, 0.5, 3.0]]), limit=2.0).tolist() == [[-2.0, -2.0, 0.5, 2.0]]
+    assert shaped(np.array([[-9.0, -2.0, 0.5], [3.0, 0.5, 2.0]]), clip=2.0).rewards.tolist() == [
+        [-2.0, -2.0, 0.5],
+        [2.0, 0.5, 2.0],
+    ]
 
 
 # The whole order.
