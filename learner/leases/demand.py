@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.records.rows import StepRow, decode_row
-from offbeat.common.records.writer import ROWS_FILE
+from offbeat.common.records.rows import StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.config import ScaleSection
 
 STARVED = 0.10
@@ -297,11 +297,5 @@ def _mean(window: Iterable[Use]) -> _Mean:
 
 def last_actor_hours(run_folder: Path) -> float:
     """Return the sum of the actors' time, in hours, as the run's last step tells it; 0 before the first step."""
-    newest, file = b"", run_folder / ROWS_FILE
-    if file.exists():
-        with file.open("rb") as lines:
-            for line in lines:
-                if line.startswith(b'{"kind":"step"') and line.endswith(b"\n"):
-                    newest = line
-    row = decode_row(newest)
-    return row.number("actors/hours") or 0.0 if isinstance(row, StepRow) else 0.0
+    newest = deque(read_rows_of(run_folder / ROWS_FILE, StepRow), maxlen=1)
+    return newest[0].number("actors/hours") or 0.0 if newest else 0.0
