@@ -123,8 +123,6 @@ class GroupBuffer:
 
         Drops the groups that have become too stale for it.
         """
-        if not self._scheduler.has_batch():
-            return None
         groups = self._scheduler.select(self._versions.current, lambda group: self.drop(group, "stale"))
         lease_ids = frozenset(group.lease_id for group in groups)
         self._training = Selection(self._journal.now(), self._journal.num_events, lease_ids)
