@@ -35,11 +35,9 @@ class Progression(NamedTuple):
     error_rate: float = 0.4
     """Share of the numbers that are shown off by one, of those that pass a multiple of `FORK`."""
     name = "progression"
-    """The placeholder without braces."""
     alphabet = f"0123456789+,{END_OF_PROMPT}{FILLER}"
     """Digits and signs."""
     chat_template = None
-    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield every prompt once."""

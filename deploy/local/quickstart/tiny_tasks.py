@@ -8,6 +8,7 @@
 | `Calculator` | `17*25=` | the result, by a tool call | one in four |
 
 The warm start shows right answers and wrong ones, as the docstrings say; reinforcement learning then rewards the right ones.
+`prepared.Task` says what the attributes of all tasks are.
 """
 
 import itertools
@@ -35,9 +36,7 @@ class Reversal(NamedTuple):
     length: int = 5
     """Number of characters of a prompt before `>`, and of an answer."""
     name = "quickstart"
-    """The placeholder without braces."""
     chat_template = None
-    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield rows, each only once."""
@@ -80,7 +79,6 @@ class Lookup(NamedTuple):
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
     name = "lookup"
-    """The placeholder without braces."""
     alphabet = f"{KEYS}{DIGITS}?!:{NOTHING}{FILLER}"
     """All characters of a game."""
     chat_template = None
@@ -138,11 +136,9 @@ class Expressions(NamedTuple):
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
     name = "expressions"
-    """The placeholder without braces."""
     alphabet = f"{NAMES}{OPERATORS}(){END_OF_FORMULA}{FILLER}"
     """All characters of prompts and programs."""
     chat_template = None
-    """Prompts are plain text."""
 
     def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
         """Yield every formula once."""
@@ -212,7 +208,6 @@ class Calculator(NamedTuple):
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
     name = "calculator"
-    """The placeholder without braces."""
     alphabet = (OPEN_CALL, ARGUMENTS, BETWEEN, CLOSE_CALL, *TOOLS.values(), *"0123456789+*=-", END_OF_RESULT, FILLER)
     """The parts of a call, digits and signs."""
     chat_template = (
