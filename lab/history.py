@@ -158,11 +158,6 @@ class RunHistory:
         return self.final.ledger if self.final else None
 
     @property
-    def wall_s(self) -> float:
-        """Seconds that the learner's processes took together, without the time between the end of one and the next."""
-        return self.times.wall_s
-
-    @property
     def held_out_rewards(self) -> dict[int, float]:
         """Mean reward of each evaluation that has one, by rising policy version."""
         return {version: row.reward for version, row in sorted(self.evaluations.items()) if row.reward is not None}

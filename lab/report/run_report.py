@@ -118,7 +118,7 @@ def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
         "Policy version": f"{version:,}" if num_steps is None else f"{version:,} of {num_steps:,.0f}",
         "Actors seen": f"{len(history.actors)}",
         "Started": "never" if started is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
-        "Wall time": duration(history.wall_s),
+        "Wall time": duration(history.times.wall_s),
     }
     software = [event.detail for event in history.events if event.event == "run_started"]
     return facts | ({"Software": software[-1]} if software else {})
@@ -126,14 +126,14 @@ def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
 
 def _key_figures(history: RunHistory) -> page.Tiles:
     num_generated = sum(actor.num_generated_tokens for actor in history.actors.values())
-    trained = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
+    trained = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.times.wall_s)
     return page.Tiles(
         (
             _reward_figure(history),
             _held_out_figure(history),
             _lag_figure(history),
             _clip_figure(history),
-            _rate_figure("Generated", num_generated, history.wall_s),
+            _rate_figure("Generated", num_generated, history.times.wall_s),
             trained._replace(note=f"{trained.note}{_utilization(history)}"),
             _idle_figure(history),
             _dropped_figure(history),

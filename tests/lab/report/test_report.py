@@ -191,8 +191,8 @@ def test_wall_time_of_a_resumed_run_is_that_of_its_processes_without_the_time_be
     killed = [{**event("run_started"), "time": START}, {**step(1, {"0": 3}), "time": START + 60}]
     resumed = [{**event("run_started"), "time": START + 3600}, {**step(2, {"0": 3}), "time": START + 3620}]
     ended = {**final(), "time": START + 3630, "wall_s": 40.0}
-    assert fold_rows(rows_from([*killed, *resumed])).wall_s == 60 + 20
-    assert fold_rows(rows_from([*killed, *resumed, ended])).wall_s == 60 + 40
+    assert fold_rows(rows_from([*killed, *resumed])).times.wall_s == 60 + 20
+    assert fold_rows(rows_from([*killed, *resumed, ended])).times.wall_s == 60 + 40
 
 
 def test_head_states_run_facts_and_outcome(tmp_path: Path):
