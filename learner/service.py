@@ -102,11 +102,6 @@ class TrainingLoop:
         """Settings that the trainer has; `_tune_trainer` updates them."""
 
     @property
-    def policy_version(self) -> int:
-        """The trainer's."""
-        return self.trainer.policy_version
-
-    @property
     def _is_trained(self) -> bool:
         """True after the last step, and from the start when a run is resumed there."""
         return self.trainer.policy_version >= self.config.train.num_steps
@@ -129,7 +124,7 @@ class TrainingLoop:
         if not self._finish_evaluations(stop) and self._left_of_grace_s(stop) is not None:
             outcome = self._end_early(stop)
             # The next learner makes the evaluation. Without these weights it could not, and the model is worth more.
-            if self._checkpointed == self.policy_version:
+            if self._checkpointed == self.trainer.policy_version:
                 return outcome
         self._save_model()
         # After the model, which is worth more where the disk has room for one of them.
@@ -332,7 +327,7 @@ class Learner:
         if self.evaluation_numbers is not None:
             self.evaluation_numbers.close()
         final = FinalRow(
-            policy_version=self.loop.policy_version,
+            policy_version=self.loop.trainer.policy_version,
             wall_s=time.monotonic() - self.started,
             ledger=counts,
             outcome=outcome,
