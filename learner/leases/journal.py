@@ -51,13 +51,10 @@ class LeaseJournal:
         self.num_events = 0
         """Events from the start of this process on that are in the log or wait for room there; 0 without a log."""
         self._log = log
-        self._wall_clock = wall_clock
+        self.now = wall_clock
+        """Returns the time to stamp an event with, in seconds since the epoch."""
         self._needed = Position(0, 0)
         """The first record that a restart from the oldest kept checkpoint reads."""
-
-    def now(self) -> float:
-        """Return the time to stamp an event with, in seconds since the epoch."""
-        return self._wall_clock()
 
     def commit(self, event: LeaseEvent, arrays: Sequence[Frame] = (), group: Group | None = None) -> None:
         """Log an event and apply it, or raise `LogFullError` and change nothing.
