@@ -21,7 +21,6 @@ from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, 
 from offbeat.lab.sweep.plan import CONFIG_FILE, ENDED, Plan, State, Values, find_baselines, read_run, state_of
 from offbeat.lab.sweep.recommendation import Recommendation, ValueResult, recommend
 
-STALENESS = "staleness.max_staleness"
 _OF_WHOLE_RUNS = ("train_s", "num_steps", "num_groups")
 """Numbers of a run that one that was stopped early does not have."""
 
@@ -130,7 +129,8 @@ def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -
     labels = [_label(plan, values) for values in plan.combinations]
     configs = [load(folder / trial.name / CONFIG_FILE) for trial in plan.trials]
     by_values = dict(zip((trial.values for trial in plan.trials), configs, strict=True))
-    first = plan.combinations[_reference(plan, [by_values[values] for values in plan.combinations])]
+    # The value with the smallest bound; the first where staleness is not varied.
+    first = min(plan.combinations, key=lambda values: by_values[values].staleness.max_staleness)
     reference = _label(plan, first)
     runs: list[SweepRun] = []
     curves: dict[str, RunCurves] = {}
@@ -168,13 +168,6 @@ def _label(plan: Plan, values: Sequence[str]) -> str:
     if len(plan.settings) == 1:
         return values[0]
     return ", ".join(f"{key}={value}" for key, value in zip(plan.keys, values, strict=True))
-
-
-def _reference(plan: Plan, configs: Sequence[Config]) -> int:
-    """Return the index of the first value with the smallest `max_staleness`; 0 where staleness is not varied."""
-    if STALENESS not in plan.settings:
-        return 0
-    return min(range(len(configs)), key=lambda index: configs[index].staleness.max_staleness)
 
 
 def _ended(runs: Sequence[SweepRun], label: str) -> list[SweepRun]:
