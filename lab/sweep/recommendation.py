@@ -59,7 +59,8 @@ def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> 
     against_base = {other.label: _compare(base, other) for other in others}
     eligible = [result for result in results if result is base or not _is_worse(against_base[result.label], margin)]
     best = _soonest(eligible)
-    rivalries = _rivalries(best, base, eligible)
+    # In the sweep's order; pairs with the reference are known.
+    rivalries = [pair for pair in itertools.combinations(eligible, 2) if best in pair and base not in pair]
     sentences = [
         *(_reward_sentence(reference, label, comparison) for label, comparison in against_base.items()),
         *_missed_sentences(results, reference, margin),
@@ -83,15 +84,6 @@ def _soonest(eligible: Sequence[ValueResult]) -> ValueResult | None:
     """Return the first value with the smallest geometric mean of its times; None where no value has them all."""
     timed = [result for result in eligible if result.every_time_s]
     return min(timed, key=lambda result: statistics.fmean(map(math.log, result.every_time_s)), default=None)
-
-
-def _rivalries(
-    best: ValueResult | None, base: ValueResult, eligible: Sequence[ValueResult]
-) -> list[tuple[ValueResult, ValueResult]]:
-    """Return the best value's pairs with the other eligible ones, in the sweep's order; pairs with the reference are known."""
-    if best is None or best is base:
-        return []
-    return [pair for pair in itertools.combinations(eligible, 2) if best in pair and base not in pair]
 
 
 def _compare(first: ValueResult, second: ValueResult) -> Comparison:
@@ -173,8 +165,6 @@ def _time_sentence(best: ValueResult, rival: ValueResult) -> str:
 
 def _seed_sentences(compared: Sequence[tuple[ValueResult, ValueResult]], margin: float) -> list[str]:
     """Return the seeds needed to detect the margin, and the number of pairs that chance alone would tell apart."""
-    if not compared:
-        return []
     sentences = []
     apart = [pair for pair in compared if not _compare(*pair).is_told_apart]
     needed = {
