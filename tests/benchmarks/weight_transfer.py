@@ -120,8 +120,9 @@ def receive(connection: Connection, port: int) -> None:
             connection.send(Received(-1, -1, int(flat[-1]), time.process_time()))
         outcome = receiver.outcome()
         if outcome is not None:
-            epoch = outcome.as_message().epoch
-            connection.send(Received(outcome.policy_version, epoch, int(flat[-1]), time.process_time(), outcome.error or ""))
+            connection.send(
+                Received(outcome.policy_version, outcome.epoch, int(flat[-1]), time.process_time(), outcome.error or "")
+            )
             receiver.release()
 
 
