@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +136,7 @@ def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
 
     Use it for forward passes without a gradient. Raises ValueError for a policy without an adapter.
     """
-    names = [name.removesuffix(_LOW) for name, _ in policy.named_parameters() if name.endswith(_LOW)]
-    layers: list[Any] = [policy.get_submodule(name) for name in names]
+    layers = _adapted_layers(policy)
     if not layers:
         raise ValueError("the policy has no adapter to disable")
     for layer in layers:
@@ -146,3 +146,27 @@ def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+@contextlib.contextmanager
+def with_merged_weights(policy: PreTrainedModel) -> Iterator[None]:
+    """Compute inside the context with the weights that `merged_parameters` yields; without an adapter nothing changes.
+
+    Adapter and merged weights differ by the rounding of the latter, which every engine has. One merged weight exists at a time.
+    """
+    layers = _adapted_layers(policy)
+    for layer in layers:
+        layer.forward = partial(_apply_merged, layer.base_layer, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _apply_merged(base: nn.Linear, layer: Any, states: Tensor) -> Tensor:
+    return nn.functional.linear(states, _merged(layer, base.weight), base.bias)
+
+
+def _adapted_layers(policy: PreTrainedModel) -> list[Any]:
+    return [policy.get_submodule(name.removesuffix(_LOW)) for name, _ in policy.named_parameters() if name.endswith(_LOW)]

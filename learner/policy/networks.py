@@ -30,7 +30,14 @@ from offbeat.learner.policy import loading, zero
 from offbeat.learner.policy.critic import Critic
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.lora import base_name, base_parameters, merged_parameters, merged_weight, without_adapter
+from offbeat.learner.policy.lora import (
+    base_name,
+    base_parameters,
+    merged_parameters,
+    merged_weight,
+    with_merged_weights,
+    without_adapter,
+)
 from offbeat.learner.policy.packed_attention import use_newest_flash_attention
 from offbeat.learner.policy.packing import Pack, pack, unpack, whole_rows
 from offbeat.learner.policy.process_group import LearnerRank, gather_tensors
@@ -166,10 +173,10 @@ class Networks:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Scored:
-        """Score at least two given tokens."""
+        """Score at least two given tokens, with the weights that are published."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.place.device)
         self._replay.force(None)
-        with self.module.whole_packs(), record_routing(self.policy) as record:
+        with self.module.whole_packs(), with_merged_weights(self.policy), record_routing(self.policy) as record:
             logprobs, _, _ = self.module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
 

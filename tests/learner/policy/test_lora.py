@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, 
 
 from offbeat.common.errors import SettingError
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_parameters, without_adapter
+from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_parameters, with_merged_weights, without_adapter
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import deepspeed_config, make_engine
@@ -237,6 +237,19 @@ def test_a_model_with_the_merged_weights_has_the_adapted_policys_logprobs(model)
             plain.get_parameter(name).copy_(weight)
         torch.testing.assert_close(logprobs(plain), adapted, rtol=0, atol=1e-5)
     assert (adapted - base).abs().max() > 1e-2
+
+
+def test_with_its_merged_weights_the_policy_is_a_model_of_them_to_the_bit_in_bfloat16(model):
+    policy, plain = load_adapted(model, dtype=torch.bfloat16), load(model, torch.bfloat16)
+    fill_adapter(policy)
+    with torch.no_grad():
+        for name, weight in merged_parameters(policy):
+            plain.get_parameter(name).copy_(weight)
+        adapted = logprobs(policy)
+        with with_merged_weights(policy):
+            assert torch.equal(logprobs(policy), logprobs(plain))
+        assert torch.equal(logprobs(policy), adapted)
+    assert not torch.equal(logprobs(plain), adapted), "rounding the merged weights can be seen"
 
 
 def test_merging_adds_in_float32_and_rounds_once(tiny_model):

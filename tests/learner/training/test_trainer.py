@@ -13,7 +13,7 @@ import torch
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config, LaunchSection
-from offbeat.common.settings.learning_sections import KlSection, RewardSection
+from offbeat.common.settings.learning_sections import KlSection, LoraSection, RewardSection
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.deploy.local.memory import learner_need
 from offbeat.deploy.local.model_sizes import model_sizes
@@ -113,6 +113,22 @@ def test_score_is_the_models_logprobs_at_temperature_one(trainer, policy):
     scored = trainer.score(token_ids).logprobs
     assert scored.dtype == np.float32
     np.testing.assert_allclose(scored, expected.detach().numpy(), atol=1e-5)
+
+
+def test_a_score_is_of_the_weights_that_are_published_also_where_an_adapter_is_merged(tiny_model):
+    """In bfloat16 merged weights are rounded, in the engine and here: else the canary would take that for wrong weights."""
+    from transformers import AutoModelForCausalLM
+
+    token_ids = list(range(4, 24))
+    with running(make_config(tiny_model, dtype="bfloat16", lora=LoraSection(rank=4))) as trainer:
+        trainer.train_batch(make_groups(3))
+        published = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).eval()
+        trainer.snapshot({name: parameter.data for name, parameter in published.named_parameters()})
+        score = trainer.score(token_ids).logprobs
+    row = torch.tensor([token_ids])
+    logits = published(input_ids=row).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1)
+    np.testing.assert_allclose(score, expected.detach().numpy(), atol=1e-3)
 
 
 def test_a_batch_of_the_wrong_size_is_refused(trainer):
