@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from offbeat.common.errors import SettingError
-from offbeat.common.models.folders import (
-    hash_model,
-    load_tokenizer,
-    load_vocabulary_size,
-    reference_obstacle,
-    resolve_model,
-    small_files,
-)
+from offbeat.common.models import folders
 from offbeat.common.models.routing import Routing
 from offbeat.common.settings.config import Config, LaunchSection, environment_of
 from offbeat.common.settings.loading import replace_settings, resolved_toml, setting_text, weighted_reward
@@ -60,13 +53,14 @@ class Inputs(NamedTuple):
 def load_inputs(config: Config) -> Inputs:
     """Read the files that the settings name; raise `SettingError` where one cannot be used."""
     data = config.data
-    model = resolve_model(config.model.path)
-    hashes = hash_model(model)
-    tokenizer = load_tokenizer(model)
-    vocabulary_size = load_vocabulary_size(model, tokenizer)
-    reference = config.kl.reference
-    if reference and (obstacle := reference_obstacle(tokenizer, resolve_model(reference, "kl.reference"))) is not None:
-        raise SettingError("kl.reference", reference, *obstacle)
+    model = folders.resolve_model(config.model.path)
+    hashes = folders.hash_model(model)
+    tokenizer = folders.load_tokenizer(model)
+    vocabulary_size = folders.load_vocabulary_size(model, tokenizer)
+    if config.kl.reference:
+        obstacle = folders.reference_obstacle(tokenizer, folders.resolve_model(config.kl.reference, "kl.reference"))
+        if obstacle is not None:
+            raise SettingError("kl.reference", config.kl.reference, *obstacle)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, data.train_data, data.train_split, "data.train_data", tokenizer)
     held_out = load_held_out(
@@ -149,7 +143,7 @@ def make_join_payload(config: Config, model: Path, layout: tuple[TensorSpec, ...
     obstacle = _obstacle(model, layout, has_images=bool(config.data.image_field))
     if obstacle is None:
         settings = JoinSettings(
-            importlib.metadata.version("offbeat"), resolved_toml(without_this_machine(config)), small_files(model)
+            importlib.metadata.version("offbeat"), resolved_toml(without_this_machine(config)), folders.small_files(model)
         )
         try:
             return JoinPayload(encode_join_settings(settings))

@@ -26,18 +26,10 @@ from transformers import PreTrainedModel
 from offbeat.common.models.routing import Routing, record_routing
 from offbeat.common.settings.config import Config, has_own_critic
 from offbeat.common.weights.flat import tensor_dtype
-from offbeat.learner.policy import loading, zero
+from offbeat.learner.policy import loading, lora, zero
 from offbeat.learner.policy.critic import Critic
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.lora import (
-    base_name,
-    base_parameters,
-    merged_parameters,
-    merged_weight,
-    with_merged_weights,
-    without_adapter,
-)
 from offbeat.learner.policy.packed_attention import use_newest_flash_attention
 from offbeat.learner.policy.packing import Pack, pack, unpack, whole_rows
 from offbeat.learner.policy.process_group import LearnerRank, gather_tensors
@@ -150,7 +142,7 @@ class Networks:
                 experts = experts[whole_rows(packed.spans, experts.device).places]
             frozen = FrozenOutputs(outputs.logprobs if needs_proximal else None, values=outputs.values, experts=experts)
         if self._has_reference:
-            with contextlib.nullcontext() if self.reference is not None else without_adapter(self.policy):
+            with contextlib.nullcontext() if self.reference is not None else lora.without_adapter(self.policy):
                 outputs = self._run(self.reference or self.module, packed)
             frozen = frozen._replace(reference_logprobs=outputs.logprobs)
         if self.critic is not None:
@@ -176,7 +168,7 @@ class Networks:
         """Score at least two given tokens, with the weights that are published."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.place.device)
         self._replay.force(None)
-        with self.module.whole_packs(), with_merged_weights(self.policy), record_routing(self.policy) as record:
+        with self.module.whole_packs(), lora.with_merged_weights(self.policy), record_routing(self.policy) as record:
             logprobs, _, _ = self.module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
 
@@ -233,12 +225,12 @@ def write_snapshot(policy: PreTrainedModel, views: dict[str, Tensor] | None, dev
     """
     has_views = gather_tensors(torch.tensor(views is not None)).tolist()
     ranks = _Ranks(dist.get_rank(), [rank for rank, has in enumerate(has_views) if has], len(has_views))
-    named = list(base_parameters(policy))
+    named = list(lora.base_parameters(policy))
     if all(_is_split_over_all(parameter, ranks.num) for _, parameter in named):
         _write_parts(named, views, ranks, device)
     elif any(zero.is_partitioned(parameter) for _, parameter in named):
         # Partitioned in a way of its own, such as over groups of ranks, or lying on a disk.
-        for name, weight in merged_parameters(policy):
+        for name, weight in lora.merged_parameters(policy):
             if ranks.own == 0 and views is not None:
                 views[name].copy_(weight, non_blocking=True)
     elif views is not None:
@@ -286,7 +278,7 @@ def _write_parts(
         if views is None:
             dist.send(torch.cat([part.to(device, dtype) for part in parts]), ranks.writer_of(ranks.own))
             continue
-        targets = [views[base_name(name)].view(-1) for name, _ in bucket]
+        targets = [views[lora.base_name(name)].view(-1) for name, _ in bucket]
         _put(parts, targets, ranks.own)
         sizes = [part.numel() for part in parts]
         for sender in ranks.senders():
@@ -311,5 +303,5 @@ def _write_share(
     begin = 0
     for name, parameter in named:
         if ranks.writers[begin * len(ranks.writers) // total] == ranks.own:
-            views[base_name(name)].copy_(merged_weight(policy, name, parameter.detach()), non_blocking=True)
+            views[lora.base_name(name)].copy_(lora.merged_weight(policy, name, parameter.detach()), non_blocking=True)
         begin += parameter.numel()
