@@ -1,8 +1,7 @@
 """The policy's low-rank adapter (peft): few trained parameters on frozen weights, published as merged weights."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,16 +155,19 @@ def with_merged_weights(policy: PreTrainedModel) -> Iterator[None]:
     """
     layers = _adapted_layers(policy)
     for layer in layers:
-        layer.forward = partial(_apply_merged, layer.base_layer, layer)
+        layer.forward = _merged_forward(layer)
     try:
-        yield
+        # Every entry would have layers of its own compiled.
+        with torch.compiler.set_stance("force_eager") if layers else contextlib.nullcontext():
+            yield
     finally:
         for layer in layers:
             del layer.forward
 
 
-def _apply_merged(base: nn.Linear, layer: Any, states: Tensor) -> Tensor:
-    return nn.functional.linear(states, _merged(layer, base.weight), base.bias)
+def _merged_forward(layer: Any) -> Callable[[Tensor], Tensor]:
+    base = layer.base_layer
+    return lambda states: nn.functional.linear(states, _merged(layer, base.weight), base.bias)
 
 
 def _adapted_layers(policy: PreTrainedModel) -> list[Any]:

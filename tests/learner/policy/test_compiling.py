@@ -13,6 +13,7 @@ from offbeat.common.settings.loading import load
 from offbeat.learner.policy import loading, packed_attention
 from offbeat.learner.policy.loading import DISABLE_VARIABLES, check_compiling, compile_layers, compiles_layers, load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.lora import with_merged_weights
 from offbeat.learner.policy.packing import Pack, pack
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,25 @@ def test_layers_are_traced_whole_and_once_and_give_the_same(
     assert not counters["graph_break"]
     assert 1 <= counters["stats"]["unique_graphs"] <= num_graphs
     assert not [name for name, _ in module.named_parameters() if "_orig_mod" in name]
+
+
+def test_layers_are_not_compiled_for_their_merged_weights(
+    tiny_model: Path, flash_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(DISABLE_VARIABLES[0], raising=False)
+    module = load_policy(load(None, [f"model.path={tiny_model}", "model.dtype=float32", "lora.rank=2"]))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = torch._dynamo.utils.counters["stats"]
+    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8):
+        compile_layers(module, backend="eager")
+        adapted, _, _ = module(*PACKS[0].inputs, 1.0)
+        num_compiled = counts["unique_graphs"]
+        for _ in range(2):
+            with with_merged_weights(module.policy):
+                merged, _, _ = module(*PACKS[0].inputs, 1.0)
+            torch.testing.assert_close(merged, adapted)
+    assert 1 <= num_compiled == counts["unique_graphs"]
 
 
 @pytest.fixture
