@@ -102,6 +102,9 @@ def _bind_problem(host: str, port: int) -> str | None:
 
 def check_folder(config: Config) -> Iterator[Finding]:
     """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has too little room."""
+    if not config.run.dir.strip():
+        # The settings are refused for that; it does not stand for the current folder.
+        return
     folder = Path(config.run.dir)
     check_run_folder(config.run)
     if folder.is_dir():
