@@ -19,6 +19,10 @@ BACKWARD_PAIR_BYTES = 8
 """Bytes of a head's pair of tokens in the backward pass of one layer, beside those that are kept."""
 
 
+UNGATED = {"apertus", "arcee", "gpt_neox", "jais2", "nemotron", "persimmon", "phi", "starcoder2"}
+"""Types of models whose MLP has two matrices: it has no gate."""
+
+
 class Matrices(NamedTuple):
     """Eager attention, which keeps scores of every pair of tokens of a row."""
 
@@ -120,7 +124,8 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes:
     model_type = str(fields.get("model_type", ""))
     # An expert of every token, beside those that are chosen.
     shared = fields.get("shared_expert_intermediate_size") or (inner if model_type.startswith("llama4") else 0)
-    mlp = 3 * hidden * (inner * (num_experts or 1) + shared) + hidden * num_experts
+    num_matrices = 2 if model_type in UNGATED else 3
+    mlp = num_matrices * hidden * (inner * (num_experts or 1) + shared) + hidden * num_experts
     # Qwen3 normalizes queries and keys too; where it has linear attention, the other layers have a gate as large as the query.
     norms = 2 * hidden + (2 * head_size if model_type.startswith("qwen3") else 0)
     gate = query if model_type.startswith(("qwen3_5", "qwen3_next")) else 0
