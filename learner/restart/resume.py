@@ -226,7 +226,7 @@ def needed_by_oldest(root: Path, keep: int) -> log_reading.Position:
     An older checkpoint that is kept as the best one is for export, and does not keep the log from being shortened.
     """
     oldest = sorted(checkpoints.whole(root))[-keep:][0]
-    dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
+    dispatcher = _state_in(oldest).dispatcher
     return needed_position(dispatcher.ledger.open, dispatcher.log_end or log_reading.Position(0, 0))
 
 
@@ -253,9 +253,11 @@ def check_identity(
 
 def _identity_in_checkpoint(run_folder: Path) -> run_identity.RunIdentity | None:
     newest = checkpoints.newest(run_folder / CHECKPOINTS)
-    if newest is None:
-        return None
-    return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
+    return None if newest is None else _state_in(newest).identity
+
+
+def _state_in(checkpoint: Path) -> ServiceState:
+    return msgspec.msgpack.decode(checkpoints.read_extra(checkpoint), type=ServiceState)
 
 
 def _require_log_without_gap(run_folder: Path) -> None:
@@ -263,7 +265,7 @@ def _require_log_without_gap(run_folder: Path) -> None:
     newest, folder = checkpoints.newest(run_folder / CHECKPOINTS), run_folder / LOG
     if newest is None or not folder.is_dir() or not log_reading.segment_numbers(folder):
         return
-    if msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).dispatcher.log_end is None:
+    if _state_in(newest).dispatcher.log_end is None:
         problem = f"{newest.name} was made without a log, so {folder} has not what came before it"
         raise SettingError("log.enabled", True, problem, f"Move {folder} out of the folder to begin another log.")
 
@@ -326,7 +328,7 @@ def _find_foreign(folder: Path, run_id: str) -> str | None:
 
 def _run_id_in(folder: Path) -> str | None:
     try:
-        return msgspec.msgpack.decode(checkpoints.read_extra(folder), type=ServiceState).run_id
+        return _state_in(folder).run_id
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from offbeat.common.processes.files import sync
+from offbeat.common.processes.files import replace, sync
 
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
@@ -160,7 +160,8 @@ def prune(root: Path, *, keep: int) -> None:
 def note_evaluation(root: Path, policy_version: int, reward: float) -> None:
     """Keep the mean reward of an evaluation of this version, for `best`; nothing where no checkpoint was written yet."""
     if root.is_dir():
-        _write_evaluations(root, {**_evaluations(root), policy_version: reward})
+        rewards = {**_evaluations(root), policy_version: reward}
+        replace(root / EVALUATIONS_FILE, msgspec.json.encode(rewards))
 
 
 def forget_evaluations(root: Path, *, after: int) -> None:
@@ -168,7 +169,7 @@ def forget_evaluations(root: Path, *, after: int) -> None:
     rewards = _evaluations(root)
     kept = {version: reward for version, reward in rewards.items() if version <= after}
     if kept != rewards:
-        _write_evaluations(root, kept)
+        replace(root / EVALUATIONS_FILE, msgspec.json.encode(kept))
 
 
 def best(root: Path, among: Iterable[Path] | None = None) -> Path | None:
@@ -179,12 +180,6 @@ def best(root: Path, among: Iterable[Path] | None = None) -> Path | None:
     rewards = _evaluations(root)
     evaluated = [folder for folder in (whole(root) if among is None else among) if version_of(folder) in rewards]
     return max(evaluated, key=lambda folder: (rewards[version_of(folder)], folder), default=None)
-
-
-def _write_evaluations(root: Path, rewards: dict[int, float]) -> None:
-    new = root / f"{EVALUATIONS_FILE}.new"
-    new.write_bytes(msgspec.json.encode(rewards))
-    new.rename(root / EVALUATIONS_FILE)
 
 
 def _evaluations(root: Path) -> dict[int, float]:
