@@ -66,8 +66,8 @@ class Sandbox(Protocol):
     ) -> Result:
         """Run a Python program and return what it did, also when it failed or broke a limit.
 
-        Raise `offbeat.RewardUnavailable`, or an error of a connection, when
-        the sandbox fails and not the program: the episode or the reward is then tried again.
+        Raise `offbeat.RewardUnavailable`, or an error of a connection, when the sandbox fails and not the program: the episode
+        or the reward is then tried again.
         """
         ...
 

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -78,8 +77,10 @@ class LearnerTurn(_Turns):
         with contextlib.ExitStack() as held:
             for lock in (self._wanted, self._turn):
                 held.callback(lock.free)
-                took = partial(lock.take, alone=True)
-                if not _wait_for(lambda took=took: bool(stop) or took(), "the actors to give up the GPU", LONGEST_S):
+                is_over = _wait_for(
+                    lambda lock=lock: bool(stop) or lock.take(alone=True), "the actors to give up the GPU", LONGEST_S
+                )
+                if not is_over:
                     raise ServiceError(
                         f"an actor has kept the GPU for {LONGEST_S:g} s. Kill it if it is stuck: its log is in the run's folder"
                     )

@@ -133,7 +133,7 @@ def read_run_config(folder: Path) -> Config:
 
 
 def check_run_folder(run: RunSection) -> None:
-    """Raise `SettingError` for a folder with a run or a model where a new run shall begin, or none where one shall go on."""
+    """Raise `SettingError` for a folder in which a new run would replace something, or with no run where one shall go on."""
     folder = Path(run.dir)
     if not run.resume and has_steps(folder):
         cure = "Set run.resume=true to continue it, or another run.dir."

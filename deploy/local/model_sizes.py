@@ -18,7 +18,6 @@ number of its key and value in float32 and, times the model's dtype, before they
 BACKWARD_PAIR_BYTES = 8
 """Bytes of a head's pair of tokens in the backward pass of one layer, beside those that are kept."""
 
-
 UNGATED = {"apertus", "arcee", "gpt_neox", "jais2", "nemotron", "persimmon", "phi", "starcoder2"}
 """Types of models whose MLP has two matrices: it has no gate."""
 
