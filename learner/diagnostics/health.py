@@ -278,13 +278,13 @@ def _learner_idle(steps: Sequence[StepRow]) -> str | None:
 
 @_rule(
     f"Only the staleness bound keeps an actor with capacity from getting a lease, {IDLE_SHARE:.0%} of the time in "
-    f"{IDLE_STEPS} steps; not with max_staleness 0.",
+    f"{IDLE_STEPS} steps, and the learner waits less than {STARVED_SHARE:.0%} of it; not with max_staleness 0.",
     "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
 )
 def _actors_idle(steps: Sequence[StepRow]) -> str | None:
     share = _share_of_time(steps, "time/held_back_s")
-    if share >= IDLE_SHARE:
-        return f"Actors wait for leases, {share:.0%} of the last {IDLE_STEPS} steps' time, because of the staleness bound"
+    if share >= IDLE_SHARE and _share_of_time(steps, "time/wait_rollouts_s") < STARVED_SHARE:
+        return f"Actors could take more leases, {share:.0%} of the last {IDLE_STEPS} steps' time; the bound admits none"
     return None
 
 

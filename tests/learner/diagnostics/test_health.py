@@ -186,6 +186,12 @@ def test_restarted_run_begins_without_the_troubles_of_the_process_before() -> No
     assert troubles([EventRow(event="run_started", detail=""), trouble]) == {"all_cut": "x"}
 
 
+def test_learner_that_waits_is_not_called_the_bottleneck() -> None:
+    run = Run()
+    run.step(20, time__wait_rollouts_s=1.9, time__held_back_s=1.9)
+    assert [rule for rule, _, _ in run.told()] == ["learner_idle"]
+
+
 def test_bound_that_is_too_small_for_the_groups_says_which_would_do() -> None:
     starved = {"time__wait_rollouts_s": 1.0, "time__held_back_s": 0.65}
     run = Run()
