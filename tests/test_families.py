@@ -7,7 +7,9 @@ from typing import cast
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import ModelOutput
 
+from offbeat.actor.engines.batches import OwnCaches
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine, EngineSettings
 from offbeat.common.weights.flat import WeightBuffer
@@ -20,20 +22,13 @@ from tests.learner.training.trainer_cases import make_config, make_groups
 pytestmark = pytest.mark.engine
 
 
+SETTINGS = EngineSettings(dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=3, options={})
+
+
 def start(folder: Path, *, records_experts: bool = False) -> Engine:
-    return make_engine(
-        "transformers",
-        str(folder),
-        EngineSettings(
-            dtype="float32",
-            max_model_len=64,
-            hashes=ModelHashes("", "", ""),
-            seed=3,
-            # Of a GPU, transformers would take nearly all memory for three completions.
-            options={"max_memory_percent": 0.1},
-            records_experts=records_experts,
-        ),
-    )
+    # Of a GPU, transformers would take nearly all memory for three completions.
+    options = {"max_memory_percent": 0.1}
+    return make_engine("transformers", str(folder), SETTINGS._replace(options=options, records_experts=records_experts))
 
 
 @torch.no_grad()
@@ -72,3 +67,23 @@ def test_a_family_is_trained_published_sampled_and_exported_with_the_same_logpro
     for completion in completions:
         expected = plain_logprobs(plain, [5, 6, 7, 8, 9], completion.token_ids.tolist())
         torch.testing.assert_close(torch.from_numpy(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_cache_is_passed_by_the_name_that_the_model_has_for_it(tiny_model, tmp_path, monkeypatch):
+    make_family(tmp_path / "model", "Mamba 2", tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    plain = model.forward
+
+    def forward(input_ids, use_cache, cache=None, **ignored):
+        outputs = plain(input_ids=input_ids, use_cache=use_cache, cache_params=cache)
+        return ModelOutput(logits=outputs.logits, cache=outputs.cache_params)
+
+    monkeypatch.setattr(model, "forward", forward)
+    batches = OwnCaches(model, SETTINGS, [])
+    with torch.no_grad():
+        batches.add(["a"], [5, 6, 7], max_new_tokens=6, temperature=1.0)
+        completions = [completion for _ in range(6) for completion in batches.step()]
+    monkeypatch.undo()
+    ((_, token_ids, logprobs, _),) = completions
+    expected = plain_logprobs(model, [5, 6, 7], token_ids)
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)

@@ -226,9 +226,10 @@ class OwnCaches:
         self._model = model
         self._eos_token_ids = set(eos_token_ids)
         self._records_experts = settings.records_experts
-        # Mamba has a name of its own for it.
+        # Mamba has a name of its own for it, and newer versions of transformers another one for all models. A name that a
+        # model does not have may be ignored, and the model would then continue from nothing.
         parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
         self._random = torch.Generator(model.device).manual_seed(settings.seed)
         self._batches: list[_Batch] = []
 
