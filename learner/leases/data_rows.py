@@ -249,6 +249,11 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
     try:
         if Path(builder).is_dir() and datasets.load_dataset_builder(builder).name == "csv":
             options |= _CELLS
+        is_table = options.keys() >= _CELLS.keys()
+        if is_table:
+            names = datasets.load_dataset(builder, split=split, nrows=1, **options).column_names
+            # Otherwise 007 and true lose how they are written, and 10,000 rows decide what the later ones are.
+            options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
         loaded = datasets.load_dataset(builder, split=split, **options)
     except (OSError, ValueError, DatasetsError, HfHubHTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error.__cause__ or error))
@@ -257,19 +262,30 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
             "(owner/name or owner/name/config) on a machine that reaches the hub."
         )
         raise SettingError(setting, source, f"the data or its split {split!r} cannot be loaded ({reason})", cure) from error
-    is_table = options.keys() >= _CELLS.keys()
     if is_table and _NAMELESS in loaded.column_names:
         cure = "Put text with separators in quotes, and give each column a name."
         raise SettingError(setting, source, "its rows have more cells than its first line has names", cure)
-    yield from _numbered(map(_with_whole_numbers, loaded) if is_table else loaded, source)
+    yield from _numbered(_with_numbers(loaded) if is_table else loaded, source)
 
 
-def _with_whole_numbers(row: Any) -> dict[str, Any]:
-    """Return a table's row with its whole numbers as such: an empty cell or a fraction makes 42 of its column 42.0."""
-    return {
-        name: int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
-        for name, value in row.items()
-    }
+def _with_numbers(loaded: Any) -> Iterator[dict[str, Any]]:
+    """Yield a table's rows, whose cells are text, with numbers in the columns that hold nothing else."""
+    texts: set[str] = set()
+    for batch in loaded.iter(1000):
+        texts |= {name for name, cells in batch.items() if any(cell is not None and _number(cell) is None for cell in cells)}
+    for batch in loaded.iter(1000):
+        for cells in zip(*batch.values(), strict=True):
+            row = zip(batch, cells, strict=True)
+            yield {name: cell if cell is None or name in texts else _number(cell) for name, cell in row}
+
+
+def _number(cell: str) -> int | float | None:
+    """Return the number in a cell, 42 also for 42.0; None where JSON would not write it so, such as 007."""
+    try:
+        value = msgspec.json.decode(cell, type=int | float)
+    except msgspec.DecodeError:
+        return None
+    return int(value) if abs(value) < _EXACT and value == int(value) else value
 
 
 def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:

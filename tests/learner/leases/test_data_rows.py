@@ -95,6 +95,19 @@ def test_whole_number_of_a_table_stays_one_beside_fractions_and_empty_cells(tmp_
     ]
 
 
+def test_cells_of_a_table_that_are_not_all_numbers_as_json_writes_them_are_text(tmp_path: Path) -> None:
+    """The built-in rewards would compare with `True`, `7` and, in a column that `datasets` took for text late, `42.0`."""
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer,zip,late\na,true,007,\nb,False,100,\n" + "c,1,1,42\n" * 10_000 + "d,,2,x\n")
+    rows = read(path)
+    assert [list(row.values()) for row in (*rows[:3], rows[-1])] == [
+        ["a", "true", "007", None],
+        ["b", "False", "100", None],
+        ["c", "1", "1", "42"],
+        ["d", None, "2", "x"],
+    ]
+
+
 @pytest.mark.parametrize("row", ["Paris, France?,yes", "a,yes,"])
 def test_table_whose_rows_have_more_cells_than_names_is_refused(row: str, tmp_path: Path) -> None:
     """Otherwise each cell would stand under the name of the one before it, and the prompt would be the answer."""
