@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
 import re
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -251,6 +254,8 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
             options |= _CELLS
         is_table = options.keys() >= _CELLS.keys()
         if is_table:
+            for files in (datasets.load_dataset_builder(builder, **options).config.data_files or {}).values():
+                _require_quotes(map(Path, files), source, setting)
             names = datasets.load_dataset(builder, split=split, nrows=1, **options).column_names
             # Otherwise 007 and true lose how they are written, and 10,000 rows decide what the later ones are.
             options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
@@ -266,6 +271,26 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
         cure = "Put text with separators in quotes, and give each column a name."
         raise SettingError(setting, source, "its rows have more cells than its first line has names", cure)
     yield from _numbered(_with_numbers(loaded) if is_table else loaded, source)
+
+
+def _require_quotes(files: Iterable[Path], source: str, setting: str) -> None:
+    """Raise `SettingError` for a table with text behind a closing quote mark.
+
+    A cell that only begins with one would take in the rows up to the next quote mark.
+    """
+    csv.field_size_limit(sys.maxsize)
+    for path in files:
+        if path.suffix.lower() not in (".csv", ".tsv"):
+            continue
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            try:
+                deque(rows, maxlen=0)
+            except csv.Error as error:
+                cure = "Put a cell that has quote marks in quote marks, and double its own."
+                raise SettingError(
+                    setting, source, f"the quote marks up to {path}:{rows.line_num} do not match ({error})", cure
+                ) from error
 
 
 def _with_numbers(loaded: Any) -> Iterator[dict[str, Any]]:

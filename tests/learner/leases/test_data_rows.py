@@ -108,6 +108,21 @@ def test_cells_of_a_table_that_are_not_all_numbers_as_json_writes_them_are_text(
     ]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("cell", ['"Stop!" he said', '"Stop'])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_table_with_a_cell_that_only_begins_with_a_quote_mark_is_refused(
+    suffix: str, cell: str, is_folder: bool, tmp_path: Path
+) -> None:
+    """Otherwise it takes in the rows up to the next quote mark, and rows and quote marks are lost."""
+    path = tmp_path / "data" / f"train{suffix}"
+    path.parent.mkdir()
+    separator = "\t" if suffix == ".tsv" else ","
+    path.write_text(f'prompt{separator}answer\n{cell}{separator}1\nb{separator}2\n"c" is a letter{separator}3\n')
+    with pytest.raises(SettingError, match=r"train\.[ct]sv:[24].*double"):
+        read(path.parent if is_folder else path)
+
+
 @pytest.mark.parametrize("row", ["Paris, France?,yes", "a,yes,"])
 def test_table_whose_rows_have_more_cells_than_names_is_refused(row: str, tmp_path: Path) -> None:
     """Otherwise each cell would stand under the name of the one before it, and the prompt would be the answer."""
