@@ -24,6 +24,12 @@ TOKEN_NOISE = 0.035
 _USUAL_SHARE = 0.4
 """Usual length of a completion, as a share of `rollout.max_new_tokens`."""
 
+FILLED_IN = (
+    *(f"loss.{key}" for key in ("clip_low", "clip_high", "clip_by", "aggregation", "aggregation_length", "zero_variance")),
+    *("advantage.baseline", "advantage.divide_by_std", "reward.overlong_buffer"),
+)
+"""The settings that `complete` fills in."""
+
 
 def complete(config: Config) -> Config:
     """Return the config with every setting that the objective decides and the user left open filled in."""

@@ -19,7 +19,7 @@ from msgspec.structs import FieldInfo
 
 from offbeat.common.errors import SettingError, collect_errors
 from offbeat.common.formats import has_mask, masked, shown, to_toml
-from offbeat.common.settings.completion import complete
+from offbeat.common.settings.completion import FILLED_IN, complete
 from offbeat.common.settings.config import Config, TaskSection
 from offbeat.common.settings.corrections import CORRECTIONS, parse_corrections
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
@@ -79,12 +79,27 @@ def load_text(text: str, overrides: Sequence[str] = ()) -> Config:
 
 def _load(data: dict[str, Any], overrides: Sequence[str]) -> Config:
     _replace_aliases(data)
+    # Only offbeat writes every section: the values that it filled in are not the user's.
+    if overrides and data.keys() == _sections().keys():
+        _open_filled_in(data)
     converted: list[Config] = []
     # Values are converted even where an override has failed: all mistakes are reported together.
     collect_errors(
         [*(partial(_apply_override, data, override) for override in overrides), lambda: converted.append(_convert(data))]
     )
     return complete(converted[0])
+
+
+def _open_filled_in(data: dict[str, Any]) -> None:
+    """Remove the values that `complete` would fill in, which may be others beside the overrides."""
+    config = _convert(data)
+    for setting in FILLED_IN:
+        section_name, _, key = setting.partition(".")
+        section = msgspec.structs.replace(getattr(config, section_name), **{key: None})
+        opened = msgspec.structs.replace(config, **{section_name: section})
+        if setting_value(complete(opened), setting) == setting_value(config, setting):
+            config = opened
+            data[section_name].pop(key, None)
 
 
 def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:

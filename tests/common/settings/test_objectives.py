@@ -13,7 +13,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.completion import complete
 from offbeat.common.settings.corrections import CORRECTIONS, CorrectionName, parse_corrections, write_corrections
-from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.common.settings.loading import load, load_text, resolved_toml
 from offbeat.common.settings.objective_checks import objective_warnings
 from offbeat.common.settings.objectives import DEFAULTS, defaults_of, objective_parameters, parse_objective
 
@@ -227,6 +227,13 @@ def test_values_that_were_filled_in_are_written_to_the_runs_config() -> None:
     text = resolved_toml(load(None, ["loss.objective=dapo", "loss.correction=icepop", "critic.value_clip=none"]))
     for line in ("clip_high = 0.28", 'aggregation = "token-mean"', 'correction = "icepop(0.5, 5)"', 'value_clip = "none"'):
         assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(("before", "after"), [("gspo", "grpo"), ("grpo", "dapo"), ("dapo", "dr_grpo"), ("dr_grpo", "gspo")])
+def test_objective_in_a_runs_config_is_replaced_with_all_its_values_and_none_of_the_users(before: str, after: str) -> None:
+    own = ("loss.dual_clip=4", "reward.overlong_buffer=7")
+    written = resolved_toml(load(None, [f"loss.objective={before}", *own]))
+    assert load_text(written, [f"loss.objective={after}"]) == load(None, [f"loss.objective={after}", *own])
 
 
 @dataclasses.dataclass
