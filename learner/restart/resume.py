@@ -28,7 +28,7 @@ from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.leases import log_reading
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
-from offbeat.learner.leases.ledger import needed_position
+from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered, last_evaluated, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -395,8 +395,10 @@ def recover_run(
         prompts,
         seed,
     )
-    appended = recovered.appended
-    if appended is not None and not may_append:
+    if not has_log:
+        # Each process since the checkpoint has skipped as many as this one, and nothing tells how many there were.
+        recovered.ledger.skip_lease_ids(uuid.uuid4().int % UNSEEN_LEASES * UNSEEN_LEASES)
+    if (appended := recovered.appended) is not None and not may_append:
         problem = f"the run was made with {appended.num_before} prompts, and data.train_data now has {appended.num_prompts}"
         raise SettingError("data.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")
     return recovered

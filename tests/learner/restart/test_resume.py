@@ -437,6 +437,13 @@ def test_log_is_not_written_on_behind_steps_that_it_has_not(tmp_path: Path) -> N
     assert resume.prepare_folder(config, with_log, NO_HASHES) == []
 
 
+def test_two_restarts_from_one_checkpoint_without_a_log_grant_other_leases(killed_run: Path) -> None:
+    """Otherwise an actor's group for a lease of the first would be taken for another prompt's by the second."""
+    state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=False)
+    first, second = (resume.recover_run(killed_run, state, PROMPTS, 0, has_log=False).ledger.next_lease_id() for _ in range(2))
+    assert abs(first - second) >= UNSEEN_LEASES
+
+
 def test_without_a_log_only_the_checkpoint_counts(killed_run: Path) -> None:
     state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
     recovered = resume.recover_run(killed_run, state, PROMPTS, 0, has_log=False)
