@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from offbeat.common.errors import ServiceError, SettingError
-from offbeat.common.records.rows import EvalRow
+from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
@@ -215,6 +215,16 @@ def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
 
 
 def last_evaluated(run_folder: Path, policy_version: int) -> int:
-    """Return the newest version up to this one whose evaluation the run's rows have; -1 for none."""
-    versions = [row.policy_version for row in read_rows_of(run_folder / ROWS_FILE, EvalRow)]
-    return max((version for version in versions if version <= policy_version), default=-1)
+    """Return the newest version up to this one whose evaluation the run's rows have; -1 for none.
+
+    Evaluations of steps that a resumed run made again do not count: those weights are gone.
+    """
+    versions, step = [-1], 0
+    for row in read_rows_of(run_folder / ROWS_FILE, EvalRow, StepRow):
+        if isinstance(row, EvalRow):
+            versions.append(row.policy_version)
+            continue
+        if row.policy_version <= step:
+            versions = [version for version in versions if version < row.policy_version]
+        step = row.policy_version
+    return max(version for version in versions if version <= policy_version)

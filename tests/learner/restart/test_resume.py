@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.records.rows import EvalRow, LedgerSums, Row, row_fields
+from offbeat.common.records.rows import EvalRow, LedgerSums, Row, StepRow, row_fields
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection, RunSection
 from offbeat.common.settings.learning_sections import LoraSection
@@ -312,6 +312,19 @@ def test_last_evaluation_is_the_newest_finished_one_of_no_later_version(tmp_path
         for version in (0, 20, 10):
             writer.write(EvalRow(policy_version=version, reward=None, length=None, num_completions=0, num_failed=1))
     assert [last_evaluated(tmp_path, version) for version in (0, 9, 13, 20)] == [0, 0, 10, 20]
+
+
+def test_evaluation_of_a_step_that_was_made_again_is_missing_until_it_is_made_again_too(tmp_path: Path) -> None:
+    steps = [StepRow(policy_version=version, metrics={}) for version in (1, 2, 3)]
+    evaluations = [
+        EvalRow(policy_version=version, reward=None, length=None, num_completions=0, num_failed=1) for version in (1, 2, 3)
+    ]
+    with MetricsWriter(tmp_path) as writer:
+        for row in (*steps, *evaluations, *steps[1:]):
+            writer.write(row)
+        assert last_evaluated(tmp_path, 3) == 1
+        writer.write(evaluations[1])
+    assert last_evaluated(tmp_path, 3) == 2
 
 
 def too_full(root: Path, num_bytes: int) -> None:
