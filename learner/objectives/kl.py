@@ -70,11 +70,11 @@ def unbiased_kl(
 
 
 def adapt_kl_coefficient(coefficient: float, measured_kl: float, *, target: float, num_steps: int, horizon: int) -> float:
-    """`coefficient (1 + clip(measured_kl / target - 1, -0.2, 0.2) num_steps / horizon)`.
+    """`coefficient (1 + clip(measured_kl / target - 1, -0.2, 0.2) min(1, num_steps / horizon))`.
 
     The proportional controller of https://arxiv.org/abs/1909.08593 with the gain `num_steps / horizon` in place of its 0.1.
     `num_steps` and `horizon` have one unit, commonly completions: it takes about `horizon / 0.2` of them to change the
-    coefficient e-fold.
+    coefficient e-fold. A larger gain than 1 could make it 0 or negative.
     """
     error = min(0.2, max(-0.2, measured_kl / target - 1))
-    return coefficient * (1 + error * num_steps / horizon)
+    return coefficient * (1 + error * min(1.0, num_steps / horizon))

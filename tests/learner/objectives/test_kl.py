@@ -155,3 +155,9 @@ def test_the_coefficient_follows_the_measured_kl_by_at_most_a_fifth_of_the_gain(
     # 256 completions of a horizon of 10,240: gain 0.025.
     adapted = adapt_kl_coefficient(0.5, measured, target=6.0, num_steps=256, horizon=10_240)
     assert adapted == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_steps", [10_240, 51_200, 60_000])
+def test_a_step_of_any_size_moves_the_coefficient_by_a_fifth_at_most(num_steps: int) -> None:
+    assert adapt_kl_coefficient(0.5, 0.0, target=6.0, num_steps=num_steps, horizon=10_240) == pytest.approx(0.4)
+    assert adapt_kl_coefficient(0.5, 100.0, target=6.0, num_steps=num_steps, horizon=10_240) == pytest.approx(0.6)
