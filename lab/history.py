@@ -40,6 +40,8 @@ class EndedGroup(NamedTuple):
     """The lease it was generated for."""
     policy_lag: int
     """Its lag when it was trained on, for the last time, or dropped."""
+    policy_version: int
+    """The learner's version at that moment."""
     lengths: "array[int]"
     """Tokens of each completion."""
     ended_at: float
@@ -145,7 +147,9 @@ class RunHistory:
     events: list[rows.EventRow] = field(default_factory=list)
     actors: dict[str, ActorHistory] = field(default_factory=dict)
     groups: dict[int, EndedGroup] = field(default_factory=dict)
-    """Groups by lease id. A group trained on again after a resume is listed once."""
+    """Groups by lease id. A group trained on again after a resume is listed once, and not while its step is undone."""
+    earlier: set[int] = field(default_factory=set)
+    """Groups that the processes before the newest trained on, until its first step tells which of them are undone."""
     samples: list[rows.SampleRow] = field(default_factory=list)
     """Completions as text, by rising policy version."""
     final: rows.FinalRow | None = None
@@ -269,6 +273,10 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
 def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
     match row:
         case rows.StepRow():
+            for lease_id in history.earlier:
+                if history.groups[lease_id].policy_version >= row.policy_version - 1:
+                    del history.groups[lease_id]
+            history.earlier.clear()
             # A run resumed from a checkpoint does the steps after it again, and evaluates their versions again.
             if history.steps and history.steps[-1].policy_version >= row.policy_version:
                 for evaluated in [version for version in history.evaluations if version >= row.policy_version]:
@@ -286,6 +294,7 @@ def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
         case rows.EvalSampleRow():
             history.evaluation_samples[row.policy_version, row.prompt_id] = row
         case rows.GroupRow():
+            history.earlier.discard(row.lease_id)
             history.groups[row.lease_id] = _ended_group(row)
         case rows.SampleRow():
             history.samples.append(row)
@@ -301,6 +310,7 @@ def _take(history: RunHistory, row: rows.Row | rows.OtherRow) -> None:
             history.events.append(row)
             if row.event == "run_started":
                 history.final = None
+                history.earlier = {number for number, group in history.groups.items() if group.lease.outcome == "trained"}
         case rows.FinalRow():
             history.final = row
         case rows.EngineRow() | rows.EpochRow() | rows.PullRow() | rows.RoutingRow() | rows.OtherRow():
@@ -322,7 +332,7 @@ def _ended_group(row: rows.GroupRow) -> EndedGroup:
         num_turns=sum(row.num_turns) / len(row.num_turns) if row.num_turns else math.nan,
         environment_s=sum(row.environment_s) / len(row.environment_s) if row.environment_s else math.nan,
     )
-    return EndedGroup(lease, row.policy_lag, array("i", row.lengths), row.time)
+    return EndedGroup(lease, row.policy_lag, row.policy_version, array("i", row.lengths), row.time)
 
 
 def _buckets(metric: str, steps: Iterable[rows.StepRow]) -> list[str]:

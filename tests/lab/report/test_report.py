@@ -139,6 +139,14 @@ def test_samples_show_what_the_model_wrote_as_data(tmp_path: Path):
     assert "x" * 1001 not in text
 
 
+def test_groups_whose_steps_a_resume_undid_do_not_count_until_they_are_trained_on_again():
+    first = [event("run_started"), step(1, {"1": 2}), group(0, "trained", [10]), group(1, "trained", [10]), step(2, {"1": 2})]
+    again = [event("run_started"), group(1, "trained", [10], lag=2), group(2, "trained", [10], lag=2), step(2, {"2": 2})]
+    assert fold_rows(rows_from([*first, *again])).groups_by_lag == {2: 2}
+    # The groups of the first step are of no undone one.
+    assert fold_rows(rows_from([*first, event("run_started"), step(3, {})])).groups_by_lag == {1: 2}
+
+
 def test_samples_of_steps_that_a_resume_repeats_are_replaced_and_their_number_is_bounded(tmp_path: Path):
     rows = [row for version in range(1, 4) for row in (step(version, {"0": 1}), sample(version, f"first{version}"))]
     text = text_of(report_of(tmp_path, [*rows, step(2, {"0": 1}), sample(2, "again2")]))
