@@ -215,7 +215,7 @@ class TrainingLoop:
             return
         phases.begin("wait_gpu", "waiting for the actors to give up the GPU")
         # Only engines that are awake take weights.
-        self.publisher.wait_until_taken()
+        self.publisher.wait_until_taken(stop)
         with self.gpu_turn.taken(stop) as is_taken:
             phases.begin("train", f"training step {self.trainer.policy_version + 1}")
             yield is_taken

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offbeat.common.errors import pass_on
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights.actor_versions import ActorVersions, Recipient
@@ -119,9 +120,9 @@ class WeightPublisher:
             self._changed.notify_all()
         self._server.wake()
 
-    def wait_until_taken(self) -> None:
-        """Wait until all live actors have the newest version. Unblocked by: their commits and exclusions, or `close`."""
-        while self._actors is not None and not self._closing.is_set():
+    def wait_until_taken(self, stop: StopRequest) -> None:
+        """Wait until all live actors have the newest version. Unblocked by: commits, exclusions, `stop`, `close`."""
+        while self._actors is not None and not stop and not self._closing.is_set():
             recipients = self._actors.recipients()
             newest = self._snapshots.newest_version
             with self._changed:

@@ -205,7 +205,7 @@ class FakePublisher:
         assert self._calls[-1].startswith(f"announce {policy_version}"), "their dispatcher takes them for liars"
         self._calls.append(f"publish {policy_version}")
 
-    def wait_until_taken(self) -> None:
+    def wait_until_taken(self, stop: StopRequest) -> None:
         self._calls.append("taken by all")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow, PullRow, Row, WeightsRow
 from offbeat.learner.weights import publisher as publisher_module
 from offbeat.learner.weights.actor_versions import Recipient
@@ -154,7 +155,7 @@ def test_actor_that_is_not_ready_is_excluded_and_the_update_goes_on_without_it(b
 def test_wait_for_an_update_ends_when_each_actor_has_it_or_is_left_out(benches: Callable[..., Bench]) -> None:
     bench = benches(*(actor(name) for name in "abc"))
     bench.publish(0)
-    waiting = threading.Thread(target=bench.publisher.wait_until_taken, daemon=True)
+    waiting = threading.Thread(target=bench.publisher.wait_until_taken, args=(StopRequest(),), daemon=True)
     waiting.start()
     # "c" has died.
     outcome = BroadcastOutcome(is_sent=True, absent=[Absent(actor("b"), "was late")])
@@ -162,6 +163,17 @@ def test_wait_for_an_update_ends_when_each_actor_has_it_or_is_left_out(benches: 
     waiting.join(3 * publisher_module.LOOK_S)
     assert waiting.is_alive(), "a has not committed"
     bench.live = [actor("a", 0), actor("b")]
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_wait_for_an_update_ends_when_the_run_is_to_stop(benches: Callable[..., Bench]) -> None:
+    bench = benches(actor("a"))
+    bench.publish(0)
+    stop = StopRequest()
+    waiting = threading.Thread(target=bench.publisher.wait_until_taken, args=(stop,), daemon=True)
+    waiting.start()
+    stop.ask("SIGTERM")
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
 
