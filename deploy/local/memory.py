@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import to_toml
 from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens, most_actors
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
@@ -400,7 +401,9 @@ def _inputs_offloaded(config: Config) -> tuple[Config, str]:
 
 
 def _one_actor(config: Config) -> tuple[Config, str]:
-    return replace(config, launch=replace(config.launch, num_actors=1)), "launch.num_actors=1"
+    changed = replace(config, launch=replace(config.launch, num_actors=1, actor_gpus=config.launch.actor_gpus[:1]))
+    gpus = f", launch.actor_gpus={to_toml(changed.launch.actor_gpus)}" if changed.launch.actor_gpus else ""
+    return changed, f"launch.num_actors=1{gpus}"
 
 
 def _fewer_cpu_actors(config: Config, num_actors: int) -> tuple[Config, str]:

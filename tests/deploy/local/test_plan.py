@@ -183,6 +183,13 @@ def test_share_that_the_user_sets_is_not_replaced_and_what_is_surely_too_much_is
             r"2 on GPU 0 get 3.4 GiB each \(24.0 GiB free, less the learner's 16.0 and a reserve\), and each needs weights 1.1",
             "Set launch.num_actors=1.",
         ),
+        (
+            ["launch.num_actors=2", "launch.actor_gpus=[[0], [0]]", "launch.gpu_sharing=parts"],
+            1,
+            24,
+            "2 on GPU 0 get 3.4 GiB each",
+            "Set launch.num_actors=1, launch.actor_gpus=[[0]].",
+        ),
         (["model.dtype=float32"], 2, 16, "17.4 GiB, and the GPU has 16.0", "Set train.micro_batch_tokens=4096. To start"),
         (
             ["train.activation_checkpointing=false", "model.max_length=65536", "actor.engine_options.tensor_parallel_size=2"],
