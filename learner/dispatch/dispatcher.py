@@ -521,7 +521,7 @@ class Dispatcher:
     def _lose(self, member: Member, event: str, detail: str) -> None:
         """Let a member go that leaves (`actor_left`) or is lost (`actor_lost`): its leases go to others."""
         report(self._record, EventRow(event=event, detail=detail, actor=member.name))
-        self._desk.give_back_all(member, event)
+        self._desk.lose(member, event)
         self._roster.remove(member)
         self._lock.notify_all()
 

@@ -6,6 +6,7 @@ grant -> [actor generates] -> release (answered)
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from offbeat.learner.diagnostics.sample_rows import EvaluationSampleRows
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import LeaseTurns, Member, Roster
 from offbeat.learner.dispatch.send_queue import Offer, SendQueue
-from offbeat.learner.leases.evaluation import Evaluations, Round
+from offbeat.learner.leases.evaluation import MAX_LOST_LEASES, Evaluations, Round
 from offbeat.learner.leases.events import Dropped, Expired, Granted
 from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.journal import LeaseJournal
@@ -125,6 +126,8 @@ class LeaseDesk:
         self._may_have_room: dict[Member, None] = {}
         """All members with room for a lease, and perhaps others. With many actors, a look at each of them at every tick would
         take longer than everything else."""
+        self._num_lost = Counter[tuple[int, int]]()
+        """Leases that were lost with their actors, by prompt and epoch."""
         self._waiting_for_rewards: set[int] = set()
         """Leases that got more time because their rewards are unavailable."""
         self._timeout_s = rollout.lease_timeout_s
@@ -216,6 +219,18 @@ class LeaseDesk:
         """End every lease of a member."""
         for lease_id in sorted(member.lease_ids):
             self.give_back(member, lease_id, reason)
+
+    def lose(self, member: Member, reason: str) -> None:
+        """End every lease of a member that is gone. A prompt that has lost `MAX_LOST_LEASES` so may be why, and is given up."""
+        for lease_id in sorted(member.lease_ids):
+            if self._journal.ledger.status(lease_id) == "generating":
+                lease = self._journal.ledger.find(lease_id)
+                self._num_lost[lease.prompt_id, lease.epoch] += 1
+                if self._num_lost[lease.prompt_id, lease.epoch] == MAX_LOST_LEASES:
+                    given_up = Dropped(at=self._journal.now(), lease_id=lease_id, reason=reason, is_final=True)
+                    self._end(given_up, "prompt_dropped", f"prompt {lease.prompt_id} was lost with {MAX_LOST_LEASES} actors")
+                    self.release(member, lease_id)
+        self.give_back_all(member, reason)
 
     def wait_for_rewards(self, member: Member, extra_s: float) -> None:
         """Give a member's leases whose rewards are unavailable `extra_s` more to be answered, each once."""
@@ -330,7 +345,7 @@ class LeaseDesk:
         self._end(Expired(at=self._journal.now(), lease_id=lease_id, reason=reason), "lease_expired", reason)
 
     def _end(self, ended: Expired | Dropped, event: str, detail: str) -> None:
-        """End a training lease without a group; its prompt is re-queued."""
+        """End a training lease without a group; its prompt is re-queued unless the drop is final."""
         lease = self._journal.ledger.find(ended.lease_id)
         self._journal.commit_late(ended)
         after_s = ended.at - lease.granted_at

@@ -11,7 +11,7 @@ from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import MAX_LEASE_ATTEMPTS
 
 MAX_LOST_LEASES = 10
-"""Leases of a held-out prompt in one round that may be lost with their actors. A prompt that loses more of them ends them."""
+"""Leases of a prompt, in one round or pass over the data, that are lost with their actors before it is taken to end them."""
 
 
 class Round:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_LEASE_ATTEMPTS = 3
-"""Failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor do not count. Late ones count
+"""Failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor count for themselves, and late ones
 only in an evaluation, which must end."""
 MUCH_LEFT_OUT = 0.05
 """Share of rows left out as too long above which the user is warned."""

@@ -4,6 +4,7 @@ import pytest
 
 from offbeat.learner.dispatch import run_state
 from offbeat.learner.dispatch.send_queue import Outgoing
+from offbeat.learner.leases.evaluation import MAX_LOST_LEASES
 from offbeat.protocols.messages import (
     Ack,
     Cancel,
@@ -144,6 +145,19 @@ def test_expired_lease_goes_to_another_actor_and_the_late_answer_is_a_duplicate(
     counts = desk.dispatcher.counts()
     assert (counts.leased, counts.trained, counts.expired, counts.in_flight) == (2, 1, 1, 0)
     assert len(desk.events("lease_expired")) == 1
+
+
+def test_prompt_that_ends_each_of_its_actors_is_given_up() -> None:
+    desk = Desk()
+    fatal = next(prompts_in_order())
+    for _ in range(MAX_LOST_LEASES):
+        victim = Actor(desk, "victim").join(capacity=1)
+        assert [lease.prompt_id for lease in victim.leases()] == [fatal]
+        victim.say(Goodbye(reason="out of memory"))
+    assert [lease.prompt_id for lease in Actor(desk, "a").join(capacity=1).leases()] != [fatal]
+    counts = desk.dispatcher.counts()
+    assert (counts.dropped, counts.expired, counts.in_flight) == ({"actor_left": 1}, MAX_LOST_LEASES - 1, 1)
+    assert len(desk.events("prompt_dropped")) == 1
 
 
 def test_each_lease_expires_in_its_own_time() -> None:
