@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
+import itertools
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,19 +29,10 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _COMPRESSED_MARKS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh", b"PK\x03\x04")
 """First bytes of gzip, Zstandard, xz, bzip2 and zip."""
-_CELLS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
-"""Options of the csv builder with which an empty cell alone is null; None, NA and null are words, and may be answers."""
-_NAMELESS = "__index_level_0__"
-"""The column that the csv builder makes of the first cells where rows have one more than there are names."""
-# Spreadsheets write the byte order mark, which would become part of the first column's name.
-_TABLE = {"encoding": "utf-8-sig", **_CELLS}
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {}),
-    ".arrow": ("arrow", {}),
-    ".csv": ("csv", _TABLE),
-    ".tsv": ("csv", {**_TABLE, "sep": "\t"}),
-}
-"""The builder of `datasets` for a file's suffix, and its options. Files with any other suffix hold JSON."""
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+"""The builder of `datasets` for a file's suffix. Files with any other suffix than these and the next hold JSON."""
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""The character between the cells of a table, by the file's suffix."""
 _EXACT = 1 << 53
 """Whole numbers below this are exact as floats."""
 LARGEST_SOURCE = 1_000_000
@@ -80,11 +71,12 @@ def read_rows(source: str, split: str, setting: str, environment: Environment = 
         return _dataset_rows(source, split, setting)
     suffix = path.suffix.lower()
     if suffix in _BUILDERS:
-        builder, options = _BUILDERS[suffix]
         if not path.is_file():
             raise _unreadable(path, setting, "No such file")
         # Otherwise `datasets` takes brackets and stars in a path for a pattern.
-        return _loaded_rows(source, setting, builder, split="train", data_files=glob.escape(str(path)), **options)
+        return _loaded_rows(source, setting, _BUILDERS[suffix], split="train", data_files=glob.escape(str(path)))
+    if suffix in _SEPARATORS:
+        return _table_rows({path: _SEPARATORS[suffix]}, setting)
     return _json_rows(path, setting)
 
 
@@ -118,7 +110,7 @@ def _yielded(path: str, split: str, setting: str) -> Iterator[tuple[int, object]
         rows = function(split=split)
         if not isinstance(rows, Iterable):
             raise SettingError(setting, path, f"it returned {type(rows).__name__}", "Return or yield rows, each a dict.")
-        yield from enumerate(islice(rows, LARGEST_SOURCE + 1))
+        yield from enumerate(itertools.islice(rows, LARGEST_SOURCE + 1))
     except (Exception, SystemExit) as error:  # the user's code
         if isinstance(error, SettingError):
             raise
@@ -153,12 +145,8 @@ def _sorted(value: Any) -> Any:
 
 def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:
     """Yield the objects of JSON lines, or of one JSON array."""
-    content = _read(path, setting).removeprefix(_UTF8_MARK)
-    if content.startswith(_UTF16_MARKS):
-        raise SettingError(setting, str(path), "the file is UTF-16", "Save it as UTF-8.")
-    if content.startswith(_COMPRESSED_MARKS):
-        raise SettingError(setting, str(path), "the file is compressed", "Unpack it, and give the unpacked file.")
-    if content.lstrip()[:1] == b"[" and path.suffix == ".json":
+    content = _read(path, setting)
+    if content.lstrip()[:1] == b"[" and path.suffix not in (".jsonl", ".ndjson"):
         yield from _array_rows(content, path, setting)
         return
     for number, line in enumerate(content.splitlines(), start=1):
@@ -202,11 +190,68 @@ def _has_half_character(text: bytes) -> bool:
     return False
 
 
-def _read(path: Path, setting: str) -> bytes:
+def _table_rows(separators: Mapping[Path, str], setting: str) -> Iterator[DataRow]:
+    """Yield the rows of CSV and TSV files. A column of cells that are empty, or numbers as JSON writes them, holds numbers."""
+    rows = [row for path, separator in separators.items() for row in _cells(path, separator, setting)]
+    texts: set[str] = set()
+    for _, cells in rows:
+        texts.update(name for name, cell in cells.items() if name not in texts and cell and _number(cell) is None)
+    for place, cells in rows:
+        fields = {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in cells.items()}
+        yield DataRow(place, fields, msgspec.json.encode(fields).decode())
+
+
+def _cells(path: Path, separator: str, setting: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the place of each row of a table, and its cells by their names in the first row."""
     try:
-        return path.read_bytes()
+        lines = io.StringIO(_read(path, setting).decode(), newline="")
+    except UnicodeDecodeError as error:
+        raise SettingError(setting, str(path), f"it is not UTF-8 ({error.reason})", "Save the file as UTF-8.") from error
+    csv.field_size_limit(sys.maxsize)
+    # Strict: a cell that only begins with a quote mark would take in the rows up to the next one.
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    names: list[str] = []
+    try:
+        for cells in reader:
+            # Spreadsheets end with rows of empty cells.
+            if not "".join(cells).strip():
+                continue
+            if not names:
+                names = [name or f"Unnamed: {number}" for number, name in enumerate(cells)]
+                if len(set(names)) < len(names):
+                    raise SettingError(setting, str(path), "two columns have the same name", "Give each a name of its own.")
+                continue
+            if len(cells) > len(names):
+                problem = f"line {reader.line_num} has more cells than its first line has names"
+                cure = "Put text with separators in quotes, and give each column a name."
+                raise SettingError(setting, str(path), problem, cure)
+            yield f"{path}:{reader.line_num}", dict(itertools.zip_longest(names, cells, fillvalue=""))
+    except csv.Error as error:
+        cure = "Put a cell that has quote marks in quote marks, and double its own."
+        problem = f"the quote marks up to line {reader.line_num} do not match ({error})"
+        raise SettingError(setting, str(path), problem, cure) from error
+
+
+def _number(cell: str) -> int | float | None:
+    """Return the number in a cell, 42 also for 42.0; None where JSON would not write it so, such as 007."""
+    try:
+        value = msgspec.json.decode(cell, type=int | float)
+    except msgspec.DecodeError:
+        return None
+    return int(value) if abs(value) < _EXACT and value == int(value) else value
+
+
+def _read(path: Path, setting: str) -> bytes:
+    """Return the content of a text file, without a byte order mark."""
+    try:
+        content = path.read_bytes()
     except OSError as error:
         raise _unreadable(path, setting, error.strerror) from error
+    if content.startswith(_UTF16_MARKS):
+        raise SettingError(setting, str(path), "the file is UTF-16", "Save it as UTF-8.")
+    if content.startswith(_COMPRESSED_MARKS):
+        raise SettingError(setting, str(path), "the file is compressed", "Unpack it, and give the unpacked file.")
+    return content.removeprefix(_UTF8_MARK)
 
 
 def _unreadable(path: Path, setting: str, reason: str | None) -> SettingError:
@@ -250,15 +295,10 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
 
     datasets.disable_progress_bars()
     try:
-        if Path(builder).is_dir() and datasets.load_dataset_builder(builder).name == "csv":
-            options |= _CELLS
-        is_table = options.keys() >= _CELLS.keys()
-        if is_table:
-            for files in (datasets.load_dataset_builder(builder, **options).config.data_files or {}).values():
-                _require_quotes(map(Path, files), source, setting)
-            names = datasets.load_dataset(builder, split=split, nrows=1, **options).column_names
-            # Otherwise 007 and true lose how they are written, and 10,000 rows decide what the later ones are.
-            options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        found = datasets.load_dataset_builder(builder) if Path(builder).is_dir() else None
+        if found is not None and found.name in ("json", "csv"):
+            yield from _split_rows(found.config.data_files or {}, split, setting, is_table=found.name == "csv")
+            return
         loaded = datasets.load_dataset(builder, split=split, **options)
     except (OSError, ValueError, DatasetsError, HfHubHTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error.__cause__ or error))
@@ -267,50 +307,29 @@ def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **optio
             "(owner/name or owner/name/config) on a machine that reaches the hub."
         )
         raise SettingError(setting, source, f"the data or its split {split!r} cannot be loaded ({reason})", cure) from error
-    if is_table and _NAMELESS in loaded.column_names:
-        cure = "Put text with separators in quotes, and give each column a name."
-        raise SettingError(setting, source, "its rows have more cells than its first line has names", cure)
-    yield from _numbered(_with_numbers(loaded) if is_table else loaded, source)
+    yield from _numbered(loaded, source)
 
 
-def _require_quotes(files: Iterable[Path], source: str, setting: str) -> None:
-    """Raise `SettingError` for a table with text behind a closing quote mark.
+def _split_rows(data_files: Mapping[str, list[str]], split: str, setting: str, *, is_table: bool) -> list[DataRow]:
+    """Return the rows of a split of a folder's text files, read as single files are: `datasets` makes times of dates in text.
 
-    A cell that only begins with one would take in the rows up to the next quote mark.
+    Raises `ValueError` for a split that is not there.
     """
-    csv.field_size_limit(sys.maxsize)
-    for path in files:
-        if path.suffix.lower() not in (".csv", ".tsv"):
-            continue
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-            try:
-                deque(rows, maxlen=0)
-            except csv.Error as error:
-                cure = "Put a cell that has quote marks in quote marks, and double its own."
-                raise SettingError(
-                    setting, source, f"the quote marks up to {path}:{rows.line_num} do not match ({error})", cure
-                ) from error
+    import datasets
 
-
-def _with_numbers(loaded: Any) -> Iterator[dict[str, Any]]:
-    """Yield a table's rows, whose cells are text, with numbers in the columns that hold nothing else."""
-    texts: set[str] = set()
-    for batch in loaded.iter(1000):
-        texts |= {name for name, cells in batch.items() if any(cell is not None and _number(cell) is None for cell in cells)}
-    for batch in loaded.iter(1000):
-        for cells in zip(*batch.values(), strict=True):
-            row = zip(batch, cells, strict=True)
-            yield {name: cell if cell is None or name in texts else _number(cell) for name, cell in row}
-
-
-def _number(cell: str) -> int | float | None:
-    """Return the number in a cell, 42 also for 42.0; None where JSON would not write it so, such as 007."""
-    try:
-        value = msgspec.json.decode(cell, type=int | float)
-    except msgspec.DecodeError:
-        return None
-    return int(value) if abs(value) < _EXACT and value == int(value) else value
+    manager, rows = datasets.DownloadManager(), dict[str, list[DataRow]]()
+    for name, given in data_files.items():
+        separators = {
+            Path(path): "\t" if ".tsv" in Path(file).suffixes else ","
+            for file in given
+            for path in manager.iter_files(manager.extract(file))
+        }
+        of_files = [_table_rows(separators, setting)] if is_table else [_json_rows(path, setting) for path in separators]
+        rows[str(name)] = list(itertools.chain(*of_files))
+    # A split may be a part of one, or several: train[:10%]+test, or all.
+    instruction = datasets.ReadInstruction.from_spec("+".join(rows) if split == "all" else split)
+    parts = instruction.to_absolute({name: len(of_split) for name, of_split in rows.items()})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:

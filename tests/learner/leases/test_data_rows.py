@@ -119,7 +119,7 @@ def test_table_with_a_cell_that_only_begins_with_a_quote_mark_is_refused(
     path.parent.mkdir()
     separator = "\t" if suffix == ".tsv" else ","
     path.write_text(f'prompt{separator}answer\n{cell}{separator}1\nb{separator}2\n"c" is a letter{separator}3\n')
-    with pytest.raises(SettingError, match=r"train\.[ct]sv:[24].*double"):
+    with pytest.raises(SettingError, match=r"train\.[ct]sv.*up to line [24].*double"):
         read(path.parent if is_folder else path)
 
 
@@ -130,6 +130,39 @@ def test_table_whose_rows_have_more_cells_than_names_is_refused(row: str, tmp_pa
     path.write_text(f"prompt,answer\n{row}\n")
     with pytest.raises(SettingError, match=r"more cells than its first line has names.*in quotes"):
         read(path)
+
+
+def test_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,prompt\na,b\n")
+    with pytest.raises(SettingError, match=r"two columns have the same name"):
+        read(path)
+
+
+def test_rows_without_any_text_are_no_rows_of_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\nprompt,answer\n\na,1\n   \n,\n")
+    assert read(path) == [{"prompt": "a", "answer": 1}]
+
+
+def test_rows_of_a_folder_are_those_of_its_files(tmp_path: Path) -> None:
+    """`datasets` would make a time of a date in text, a float of a large number, and refuse columns that only one file has."""
+    rows = [{"prompt": "a", "answer": "2024-05-01"}, {"prompt": "b", "answer": 2**63 + 1}, {"prompt": "c", "level": None}]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, row in enumerate(rows):
+        (folder / f"train-{number}.jsonl").write_bytes(msgspec.json.encode(row))
+    assert read(folder) == rows
+    assert read(folder, "train[1:]+train[:1]") == [*rows[1:], rows[0]]
+    assert read(folder, "all") == rows
+
+
+def test_column_of_a_folder_holds_numbers_where_it_does_in_each_of_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, answer in enumerate(("7", "x")):
+        (folder / f"train-{number}.csv").write_text(f"prompt,answer\na,{answer}\n")
+    assert [row["answer"] for row in read(folder)] == ["7", "x"]
 
 
 def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
