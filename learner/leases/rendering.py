@@ -148,7 +148,8 @@ def _template_arguments(tools: list[dict[str, Any]], row: DataRow, data: DataSec
     if not isinstance(own, dict | None):
         problem = f"in {row.place} it is of type {type(own).__name__}"
         raise SettingError("data.template_arguments_field", field, problem, "Choose a field that holds an object.")
-    return {**arguments, **(own or {})}
+    # Tables hold every argument of any row in each row, with null where a row lacks it.
+    return {**arguments, **{name: value for name, value in (own or {}).items() if value is not None}}
 
 
 class Rendered(NamedTuple):

@@ -110,6 +110,8 @@ def test_templates_arguments_of_a_row_replace_those_of_the_task(thinking: Any) -
     data = DataSection(chat_template=True, template_arguments={"think": "!"}, template_arguments_field="arguments")
     assert thinking.decode(render(row("hi", arguments=None), data, thinking)[1]) == "<user>hi<assistant>!"
     assert thinking.decode(render(row("hi", arguments={"think": "?"}), data, thinking)[1]) == "<user>hi<assistant>?"
+    # As a row of a Parquet file has it where another row has the argument.
+    assert thinking.decode(render(row("hi", arguments={"think": None}), data, thinking)[1]) == "<user>hi<assistant>!"
 
 
 def test_null_in_a_message_counts_as_absent(thinking: Any) -> None:
