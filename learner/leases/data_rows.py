@@ -204,10 +204,12 @@ def _table_rows(separators: Mapping[Path, str], setting: str) -> Iterator[DataRo
 def _cells(path: Path, separator: str, setting: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the place of each row of a table, and its cells by their names in the first row."""
     try:
-        lines = io.StringIO(_read(path, setting).decode(), newline="")
+        text = _read(path, setting).decode()
     except UnicodeDecodeError as error:
         raise SettingError(setting, str(path), f"it is not UTF-8 ({error.reason})", "Save the file as UTF-8.") from error
     csv.field_size_limit(sys.maxsize)
+    # Otherwise a carriage return that a program wrote without quotes would end a row.
+    lines = io.StringIO(text, newline="\n" if "\n" in text else "")
     # Strict: a cell that only begins with a quote mark would take in the rows up to the next one.
     reader = csv.reader(lines, delimiter=separator, strict=True)
     names: list[str] = []
@@ -227,8 +229,8 @@ def _cells(path: Path, separator: str, setting: str) -> Iterator[tuple[str, dict
                 raise SettingError(setting, str(path), problem, cure)
             yield f"{path}:{reader.line_num}", dict(itertools.zip_longest(names, cells, fillvalue=""))
     except csv.Error as error:
-        cure = "Put a cell that has quote marks in quote marks, and double its own."
-        problem = f"the quote marks up to line {reader.line_num} do not match ({error})"
+        problem = f"its cells cannot be told apart in line {reader.line_num} ({error})"
+        cure = "Put a cell that has quote marks or line ends in quote marks, and double its own quote marks."
         raise SettingError(setting, str(path), problem, cure) from error
 
 

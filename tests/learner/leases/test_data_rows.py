@@ -119,7 +119,7 @@ def test_table_with_a_cell_that_only_begins_with_a_quote_mark_is_refused(
     path.parent.mkdir()
     separator = "\t" if suffix == ".tsv" else ","
     path.write_text(f'prompt{separator}answer\n{cell}{separator}1\nb{separator}2\n"c" is a letter{separator}3\n')
-    with pytest.raises(SettingError, match=r"train\.[ct]sv.*up to line [24].*double"):
+    with pytest.raises(SettingError, match=r"train\.[ct]sv.*in line [24].*double"):
         read(path.parent if is_folder else path)
 
 
@@ -130,6 +130,17 @@ def test_table_whose_rows_have_more_cells_than_names_is_refused(row: str, tmp_pa
     path.write_text(f"prompt,answer\n{row}\n")
     with pytest.raises(SettingError, match=r"more cells than its first line has names.*in quotes"):
         read(path)
+
+
+def test_carriage_return_without_quotes_is_refused_and_those_that_end_lines_are_read(tmp_path: Path) -> None:
+    """pandas writes a cell with one as it is; as the end of a line it would make two rows of one."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"prompt,answer\na\rb,1\n")
+    with pytest.raises(SettingError, match="in line 2"):
+        read(path)
+    for end in (b"\r", b"\r\n"):
+        path.write_bytes(end.join((b"prompt,answer", b'"a\rb",1', b"")))
+        assert read(path) == [{"prompt": "a\rb", "answer": 1}]
 
 
 def test_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
