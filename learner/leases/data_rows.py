@@ -285,7 +285,8 @@ def _saved_rows(folder: Path, split: str, setting: str) -> Iterator[DataRow]:
             there = ", ".join(map(str, loaded))
             raise SettingError(setting, str(folder), f"it has no split {split!r}", f"Its splits are: {there}.")
         loaded = loaded[split]
-    yield from _numbered(loaded, str(folder))
+    # Saved with its format: rows of "torch" or "pandas" would be the text of their tensors and series.
+    yield from _numbered(loaded.with_format(None), str(folder))
 
 
 def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **options: Any) -> Iterator[DataRow]:

@@ -185,6 +185,14 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
         read(tmp_path / "saved", "test")
 
 
+@pytest.mark.parametrize("form", ["numpy", "torch", "pandas"])
+def test_rows_are_those_of_the_saved_data_in_whatever_format_it_was_saved(form: str, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).with_format(form, columns=["answer"]).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == ROWS
+
+
 def test_value_that_json_has_not_is_the_same_text_in_every_process(tmp_path: Path) -> None:
     import datasets
 
