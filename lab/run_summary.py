@@ -215,7 +215,8 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 def _listed(folder: Path, end: EndedRun, now: float) -> ListedRun:
     num_steps = read_settings(folder).number("train", "num_steps")
     return ListedRun(
-        folder=str(folder),
+        # A name that is not UTF-8 has letters that JSON cannot hold.
+        folder=str(folder).encode(errors="backslashreplace").decode(),
         state=end.outcome or state_without_end(end.last_time, now),
         policy_version=end.policy_version,
         num_steps=None if num_steps is None else int(num_steps),

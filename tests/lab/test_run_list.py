@@ -1,8 +1,10 @@
 """Claims about `lab.run_summary`: every run below a folder is listed once, as its rows say it stands."""
 
 import errno
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -49,6 +51,12 @@ def test_folders_that_may_not_be_read_are_left_out(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "is_file", is_file_of_mine)
     assert [Path(found.folder) for found in list_runs([tmp_path], now=START)] == [run]
+
+
+def test_folder_whose_name_is_not_utf8_does_not_cost_the_list(tmp_path: Path) -> None:
+    write_run(tmp_path / os.fsdecode(b"run-\xff"), [0.5], "")
+    (listed,) = list_runs([tmp_path], now=START)
+    assert msgspec.json.decode(msgspec.json.encode(listed))["folder"] == f"{tmp_path}/run-\\udcff"
 
 
 def test_names_of_folders_are_no_markup(tmp_path: Path) -> None:
