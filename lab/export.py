@@ -39,6 +39,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     if out.exists():
         raise SettingError("--out", str(out), "it exists already", "Name another folder, or delete it.")
     # Imported here: torch takes a second, which a mistaken command line need not wait for.
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from offbeat.learner.training.trainer_state import WEIGHTS_FILE
@@ -49,7 +50,11 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise not_writable(out, error, "--out") from error
-    (_write_adapter if only_adapter else _write_model)(config, weights, partial)
+    try:
+        (_write_adapter if only_adapter else _write_model)(config, weights, partial)
+    # safetensors reports a full disk as this.
+    except SafetensorError as error:
+        raise ServiceError(f"the model cannot be written to {out} ({one_line(error)})") from error
     write_card(run, config, checkpoints.version_of(folder), partial, is_adapter=only_adapter)
     checkpoints.put_in_place(out)
     return out

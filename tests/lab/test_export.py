@@ -1,5 +1,6 @@
 """`offbeat export` makes folders that transformers and peft load, from checkpoints of any number of ranks."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.common.errors import SettingError
+from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.common.settings.loading import resolved_toml
@@ -85,6 +86,17 @@ def test_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(tiny_model: 
         export(run, step=1, out=None, only_adapter=True)
     with pytest.raises(SettingError, match="the folder cannot be written"):
         export(run, step=1, out=run / "config.toml" / "model", only_adapter=False)
+
+
+def test_disk_that_is_full_is_said_in_a_sentence(tiny_model: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", make_config(tiny_model))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(ServiceError, match=r"the model cannot be written to .*/out \(.*too large"):
+            export(tmp_path / "run", step=None, out=tmp_path / "out", only_adapter=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_run_without_a_checkpoint_says_which_setting_makes_them(tmp_path: Path) -> None:
