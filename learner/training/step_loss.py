@@ -44,7 +44,7 @@ def find_constants(batch: Sequence[PreparedMicroBatch], objective: Objective, ne
 
 
 def _find_m2po_cutoff(batch: Sequence[PreparedMicroBatch], objective: Objective, networks: Networks) -> float:
-    """Return the cutoff of M2PO over the tokens of all ranks; inf for other objectives.
+    """Return the cutoff of M2PO over the tokens of all ranks, broken completions left out; inf for other objectives.
 
     Runs the current policy once more: the cutoff must be known before the first gradient.
     """
@@ -53,8 +53,10 @@ def _find_m2po_cutoff(batch: Sequence[PreparedMicroBatch], objective: Objective,
         return math.inf
     candidates: list[Tensor] = []
     for micro_batch, _, advantages, _ in batch:
-        log_ratio = networks.run(micro_batch.pack).logprobs - micro_batch.behavior_logprobs
-        candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
+        logprobs = PolicyLogprobs(networks.run(micro_batch.pack).logprobs, micro_batch.behavior_logprobs, None)
+        is_sound = find_broken(logprobs, micro_batch.completion_mask) == Broken.NOT_AT_ALL
+        mask = micro_batch.completion_mask & is_sound[:, None]
+        candidates.append(m2po_candidates(logprobs.policy - logprobs.behavior, mask, advantages))
     return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=networks.num_alike), threshold=threshold)
 
 

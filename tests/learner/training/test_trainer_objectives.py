@@ -143,6 +143,24 @@ def test_m2po_drops_over_the_whole_step_and_keeps_the_ratio_to_the_engine(
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=2e-6)
 
 
+def test_skipped_completion_has_no_part_in_the_cutoff_of_m2po(tiny_model: Path) -> None:
+    config = make_config(tiny_model, loss={"objective": "m2po(4e-3)", "clip_low": None, "clip_high": None})
+
+    def gradient_with(behavior_logprob: float) -> torch.Tensor:
+        """Return the gradient of a step that skips a bad completion, whose tokens but one had this log-prob in the engine."""
+        groups = make_groups(3)
+        good, bad, *others = groups[0].rollouts
+        behavior = np.full_like(bad.behavior_logprobs, behavior_logprob)
+        behavior[0] = -60.0
+        groups[0] = groups[0]._replace(rollouts=(good, bad._replace(behavior_logprobs=behavior), *others))
+        metrics, gradient = trainer.gradient(groups)
+        assert metrics["broken/leases"] == {"0": 1}
+        return gradient
+
+    with running(config) as trainer:
+        assert torch.equal(gradient_with(-3.7), gradient_with(-5.0)), "candidates of the mean, or none"
+
+
 def _take_m2po_step(policy: Any, groups: list[Group], *, threshold: float) -> float:
     """Take a step of M2PO as the paper has it; return the share of tokens that it dropped."""
     ratios, advantages = [], []
