@@ -33,10 +33,20 @@ class StepLoss(NamedTuple):
     """`row_statistics` of all completions, in CPU memory."""
     denominator: float
     """The divisor of the summed loss."""
-    means: Mapping[str, float]
-    """Means per token of the quantities besides the objective, by metric name."""
+    sums: Mapping[str, float]
+    """Sums over loss tokens of the quantities besides the objective, by the name of the metric that is the mean."""
     kl_coefficient: float
     """The coefficient of the KL in it; 0 without a KL."""
+
+    @property
+    def num_tokens(self) -> float:
+        """Loss tokens, those of broken completions left out; at least 1."""
+        return max(1.0, self.table[:, Column.NUM_TOKENS].sum().item())
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means per token of the quantities besides the objective, by metric name."""
+        return {name: total / self.num_tokens for name, total in self.sums.items()}
 
 
 def step_metrics(

@@ -224,7 +224,7 @@ class Trainer:
         metrics = self._step_metrics(step, loss)
         # Before the critic's updates: rewards that break both are reported with the leases that brought them.
         _require_finite(grad_norm, self.policy_version, metrics)
-        of_critic = self._train_critic(step, loss.denominator)
+        of_critic = self._train_critic(step, loss)
         self.policy_version += 1
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
@@ -238,8 +238,8 @@ class Trainer:
 
         Returns the step with the broken completions outside the masks of its micro-batches.
         """
-        objective, networks, num_tokens = self._objective, self.networks, step.num_tokens
-        denominator = objective.denominator(num_groups=len(step.groups), num_rows=len(step.rows), num_tokens=num_tokens)
+        objective, networks = self._objective, self.networks
+        denominator = objective.denominator(num_groups=len(step.groups), num_rows=len(step.rows), num_tokens=step.num_tokens)
         constants = find_constants(step.micro_batches, objective, networks)
         tables: list[Tensor] = []
         sound: list[PreparedMicroBatch] = []
@@ -262,12 +262,11 @@ class Trainer:
             sound.append(prepared._replace(micro_batch=prepared.micro_batch._replace(completion_mask=loss.completion_mask)))
             sums = {name: sums.get(name, 0) + value.double() for name, value in loss.sums.items()}
         of_ranks = process_group.gather_tensors(torch.stack(list(sums.values())), num_alike=networks.num_alike)
-        means = of_ranks.sum(dim=0) / max(1, num_tokens)
         table = process_group.gather_rows(torch.cat(tables), num_alike=networks.num_alike)
-        means_by_name = dict(zip(sums, means.tolist(), strict=True))
-        return step._replace(micro_batches=sound), StepLoss(table, denominator, means_by_name, self._adaptive.kl_coefficient)
+        totals = dict(zip(sums, of_ranks.sum(dim=0).tolist(), strict=True))
+        return step._replace(micro_batches=sound), StepLoss(table, denominator, totals, self._adaptive.kl_coefficient)
 
-    def _train_critic(self, step: TrainingStep, denominator: float) -> Metrics:
+    def _train_critic(self, step: TrainingStep, loss: StepLoss) -> Metrics:
         """Take the optimizer steps of a critic with a trunk of its own, if there is one; return the metrics of the first.
 
         Raises FloatingPointError for an update whose gradient has no norm.
@@ -284,11 +283,11 @@ class Trainer:
                 values, mask = critic.run_trained(micro_batch.pack), micro_batch.completion_mask
                 errors = value_errors(prepared, values, mask, settings)
                 aggregated = aggregate(errors, mask, micro_batch.weights, mode=self._objective.aggregation)
-                critic.engine.backward(aggregated * (self.world_size / denominator))
+                critic.engine.backward(aggregated * (self.world_size / loss.denominator))
                 total += errors.detach().sum()
             norm = critic.step(settings.learning_rate_factor * self._train.learning_rate)
             of_ranks = process_group.gather_tensors(total, num_alike=self.networks.num_alike)
-            value_loss = float(of_ranks.sum()) / max(1, step.num_tokens)
+            value_loss = float(of_ranks.sum()) / loss.num_tokens
             if not _is_finite_norm(norm):
                 raise FloatingPointError(
                     f"the critic's gradient norm in optimizer step {self.policy_version} is {norm} (value loss {value_loss}): "

@@ -223,6 +223,19 @@ def test_skipped_completion_trains_no_critic_and_is_nothing_to_explain(tiny_mode
     assert metrics_of(0.0) == metrics_of(1000.0)
 
 
+@pytest.mark.parametrize("critic", [OWN_CRITIC, CriticSection(target_lambda=1.0)], ids=["own trunk", "shared trunk"])
+def test_value_loss_is_the_mean_over_the_tokens_that_are_not_skipped(tiny_model: Path, critic: CriticSection) -> None:
+    """The head starts at 0 and every target is 1, so each token has a loss of 1/2."""
+    (group,) = make_groups(1)
+    first, *others = (rollout._replace(reward=1.0) for rollout in group.rollouts)
+    broken = first._replace(behavior_logprobs=np.full_like(first.behavior_logprobs, -60.0))
+    group = group._replace(rollouts=(broken, *others))
+    with running(make_config(tiny_model, groups_per_step=1, **{**SAO, "critic": critic})) as trainer:
+        (metrics,) = trainer.train_batch([group])
+    assert metrics["broken/leases"] == {"0": 1}
+    assert metrics["loss/value"] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_later_update_of_the_critic_that_is_not_finite_stops_the_run_in_its_step(tiny_model: Path, zero_stage: int) -> None:
     # The first update has a finite gradient, and makes weights whose squares are not.
