@@ -36,6 +36,9 @@ def load_loss(path: str) -> OwnLoss:
     function = load_function(path, setting="loss.function", parameters=LOSS_PARAMETERS)
 
     def own_loss(policy: "Tensor", anchor: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
+        # A micro-batch of one of several ranks may have no completions, and no tokens have no maximum that a function may take.
+        if not mask.any():
+            return policy * 0.0
         with mistakes_of("loss.function", path):
             losses = function(policy, anchor, mask, advantages)
         shape = losses.shape if isinstance(losses, type(policy)) else None
@@ -79,6 +82,8 @@ def load_correction(path: str) -> OwnCorrection:
     function = load_function(path, setting="loss.correction", parameters=CORRECTION_PARAMETERS)
 
     def own_correction(log_rho: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
+        if not mask.any():
+            return log_rho * 0.0
         with mistakes_of("loss.correction", path):
             # Pass a copy, because the user's function may write to its argument, which is measured afterwards.
             weights = function(log_rho.clone(), mask, advantages)

@@ -53,6 +53,12 @@ def overwrites(log_rho, completion_mask, advantages):
 def kept(log_rho, completion_mask, advantages):
     return log_rho.double() > 0
 
+def near_the_largest(log_rho, completion_mask, advantages):
+    return log_rho > log_rho[completion_mask].max() - 1
+
+def of_largest(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return (policy_logprobs - policy_logprobs[completion_mask].max()) * advantages
+
 def infinite(log_rho, completion_mask, advantages):
     return log_rho / 0
 
@@ -143,6 +149,18 @@ def test_own_correction_sees_advantages_and_may_write_to_its_arguments() -> None
     low, high = math.exp(0.25), math.exp(0.5)
     torch.testing.assert_close(evaluation.correction.weights, torch.tensor([[2 * high, 2 * low], [3 * low, 0.0]]))
     assert evaluation.correction.log_rho.tolist() == [[0.5, 0.0], [-0.25, 0.0]], "measured as it was"
+
+
+@pytest.mark.parametrize(
+    "setting", [{"function": "wrong_functions:of_largest"}, {"correction": "wrong_functions:near_the_largest"}]
+)
+@pytest.mark.parametrize("num_rows", [0, 2], ids=["a rank without completions", "skipped completions"])
+def test_own_function_is_not_called_where_there_are_no_tokens(setting: dict[str, str], num_rows: int) -> None:
+    objective = make_objective(complete_loss(LossSection(objective="grpo", **setting), max_new_tokens=2))  # pyright: ignore[reportArgumentType]
+    policy = torch.zeros(num_rows, 1, requires_grad=True)
+    none = torch.zeros(num_rows, 1)
+    objective.evaluate(PolicyLogprobs(policy, none, None), none.bool(), none).losses.sum().backward()
+    assert policy.grad is not None and not policy.grad.any()
 
 
 @pytest.mark.parametrize(
