@@ -135,7 +135,7 @@ def row_statistics(
     token_weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     k3 = _k3(log_weight)
     columns = {
-        Column.POLICY_LAG: policy_lags,
+        Column.POLICY_LAG: policy_lags.clamp(min=0),
         Column.NUM_TOKENS: num_tokens,
         Column.LOSS: row_weights * _total(evaluation.losses.detach(), completion_mask),
         Column.NUM_CLIPPED: _total(evaluation.clipped, completion_mask),

@@ -84,7 +84,7 @@ def turn_metrics(groups: Sequence[Group], policy_version: int, table: Tensor) ->
     if all(rollout.num_turns == 1 for rollout in rollouts):
         return {}
     buckets = np.concatenate([turn_buckets(rollout) for rollout in rollouts])
-    lags = np.concatenate([rollout.token_lags(policy_version) for rollout in rollouts])
+    lags = np.concatenate([rollout.token_lags(policy_version) for rollout in rollouts]).clip(min=0)
     num_tokens = np.bincount(buckets, minlength=len(TURN_BUCKETS))
     lag_sums = np.bincount(buckets, weights=lags, minlength=len(TURN_BUCKETS))
     k3_sums = table[:, list(K3_OF_TURNS)].sum(dim=0).tolist()

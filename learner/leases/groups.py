@@ -67,9 +67,12 @@ class Rollout(NamedTuple):
         return max(self.turn_lengths)
 
     def token_lags(self, policy_version: int) -> NDArray[np.int64]:
-        """Return the optimizer steps from each token's policy version to `policy_version`, at least 0, `[num_tokens]`."""
+        """Return the optimizer steps from each token's policy version to `policy_version`, `[num_tokens]`.
+
+        They are below 0 for a token that is newer, which `policy_lag` of a group explains.
+        """
         starts = [segment.first_token for segment in self.segments]
-        lags = [max(0, policy_version - segment.policy_version) for segment in self.segments]
+        lags = [policy_version - segment.policy_version for segment in self.segments]
         return np.repeat(lags, np.diff([*starts, len(self.token_ids)]))
 
     def returns_to_go(self, reward: float) -> NDArray[np.float64]:

@@ -33,7 +33,7 @@ class TrainingRow(NamedTuple):
     weight: float
     """Weight in the loss: that of its group, for some aggregations divided by the group's tokens."""
     policy_lag: int
-    """Lag of its group, in optimizer steps."""
+    """Lag of its group, in optimizer steps; below 0 for a group that is newer than the policy."""
     policy_version: int
     """Version of the policy that is trained on it."""
     images: tuple[ImageFile, ...] = ()
@@ -64,9 +64,9 @@ class MicroBatch(NamedTuple):
     weights: Tensor
     """`[rows]` float32."""
     policy_lags: Tensor
-    """`[rows]` int64."""
+    """`[rows]` int64; below 0 for a group that is newer than the policy, so that later epochs count from there."""
     token_lags: Tensor
-    """`[rows, tokens]` int64: optimizer steps since each token was sampled."""
+    """`[rows, tokens]` int64: optimizer steps since each token was sampled, signed like `policy_lags`."""
     turns: Tensor
     """`[rows, tokens]` int64: the turn of each token, counted from 0."""
     turn_buckets: Tensor
@@ -95,7 +95,7 @@ def make_rows(
     """
     rows: list[TrainingRow] = []
     for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages, strict=True)):
-        lag, weight = group.policy_lag(policy_version), group.weight
+        lag, weight = policy_version - group.oldest_version, group.weight
         if weigh_by_tokens:
             weight /= max(1, sum(len(rollout.token_ids) for rollout in group.rollouts))
         likely = group_logprob([rollout.behavior_logprobs for rollout in group.rollouts])

@@ -68,10 +68,10 @@ def test_each_input_of_a_pack_has_its_own_experts_in_whatever_micro_batch_it_is(
     assert collate([]).pack.experts is None
 
 
-def test_each_token_lags_behind_the_policy_that_trains_on_it_and_one_from_its_future_does_not() -> None:
+def test_each_token_lags_behind_the_policy_that_trains_on_it_and_one_from_its_future_is_ahead_of_it() -> None:
     row = make_row(2, 5)
     segments = (Segment(2, 0), Segment(4, 1), Segment(11, 4))
-    assert collate([row._replace(rollout=row.rollout._replace(segments=segments))]).token_lags.tolist() == [[7, 5, 5, 5, 0]]
+    assert collate([row._replace(rollout=row.rollout._replace(segments=segments))]).token_lags.tolist() == [[7, 5, 5, 5, -2]]
 
 
 def test_context_of_an_environment_is_read_and_not_trained_on() -> None:

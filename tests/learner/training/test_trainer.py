@@ -311,13 +311,15 @@ def test_the_proximal_anchor_is_the_policy_before_the_first_step_of_the_batch(ti
     assert second["time/prepare_s"] == 0
 
 
-def test_epochs_repeat_the_steps_of_a_batch(tiny_model):
-    groups = make_groups(6)
-    with running(make_config(tiny_model, steps_per_batch=2, epochs_per_batch=2, learning_rate=1e-3)) as trainer:
+@pytest.mark.parametrize("policy_version", [0, 1], ids=["", "groups that are newer than the learner"])
+def test_epochs_repeat_the_steps_of_a_batch(tiny_model, policy_version):
+    groups = make_groups(6, policy_version=policy_version)
+    settings = {"loss": {"anchor": "interpolated", "correction": "token_tis"}, "steps_per_batch": 2, "learning_rate": 1e-3}
+    with running(make_config(tiny_model, **settings, epochs_per_batch=2)) as trainer:
         epochs = trainer.train_batch(groups)
         weights = weights_of(trainer)
         assert trainer.policy_version == 4
-    with running(make_config(tiny_model, steps_per_batch=2, learning_rate=1e-3)) as trainer:
+    with running(make_config(tiny_model, **settings)) as trainer:
         once = trainer.train_batch(groups)
         twice = trainer.train_batch(groups)
         assert all(torch.equal(weights[name], weight) for name, weight in weights_of(trainer).items())
