@@ -75,9 +75,15 @@ class TurnParser:
         parser = self._parser_class(self._tokenizer, request.tools)
         reasoning, content, calls = parser.parse(text, request, finish_reason == "stop", token_ids)
         named = tuple(
-            ToolCall(f"call{num_calls + index:05d}", call.name, call.arguments) for index, call in enumerate(calls or ())
+            ToolCall(f"call{num_calls + index:05d}", _encodable(call.name), _encodable(call.arguments))
+            for index, call in enumerate(calls or ())
         )
         return Parsed(content or "", reasoning or "", named)
+
+
+def _encodable(text: str) -> str:
+    """Return a text with the escapes of half characters, as the model wrote them: parsers read these, and no message can."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _load(tokenizer: Any, tool_parser: str, reasoning_parser: str) -> Any:

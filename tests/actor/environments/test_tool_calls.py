@@ -40,6 +40,12 @@ def test_calls_of_a_turn_are_read_and_named(tokenizer: Any) -> None:
     assert parsed == Parsed("I add.", "", (ToolCall("call00003", "add", arguments), ToolCall("call00004", "add", arguments)))
 
 
+def test_half_a_character_stays_the_escape_that_the_model_wrote(tokenizer: Any) -> None:
+    text = '<tool_call>\n{"name": "add\\udc80", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
+    (call,) = TurnParser(tokenizer, tool_parser="hermes").parse(turn(tokenizer, text), "stop").tool_calls
+    assert call == ToolCall("call00000", "add\\udc80", '{"a": "\\ud83d"}')
+
+
 def test_arguments_that_are_no_json_are_typed_by_the_schema(tokenizer: Any) -> None:
     parser = TurnParser(tokenizer, tool_parser="qwen3_xml")
     text = "<tool_call>\n<function=add>\n<parameter=a>\n17\n</parameter>\n</function>\n</tool_call>"
