@@ -49,10 +49,11 @@ def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def stream(call: Call, answer: ModelAnswer) -> Iterator[bytes]:
-    """Yield role, pieces of text, tool calls, the reason of the end, the usage if it is asked for, and the mark of the end."""
+    """Yield role, pieces of reasoning and text, tool calls, the reason of the end, the usage if asked for, and a last mark."""
     yield _chunk(call, answer, {"role": "assistant", "content": ""})
-    for piece in pieces(answer.message["content"]):
-        yield _chunk(call, answer, {"content": piece})
+    for name in ("reasoning_content", "content"):
+        for piece in pieces(answer.message.get(name, "")):
+            yield _chunk(call, answer, {name: piece})
     for index, one in enumerate(answer.message.get("tool_calls", ())):
         yield _chunk(call, answer, {"tool_calls": [{"index": index, **one}]})
     yield _chunk(call, answer, {}, finish=answer.finish)

@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from offbeat.actor.environments.endpoint.calls import Call, ModelAnswer
+from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETIONS
 from offbeat.actor.environments.endpoint.session import _has_warned  # pyright: ignore[reportPrivateUsage]
 from tests.actor.environments.endpoint.endpoint_harness import Game, plain_client, playing, render, until
 
@@ -71,6 +73,15 @@ def test_stream_has_role_text_finish_usage_and_end() -> None:
             assert all("usage" not in json.loads(line[6:]) for line in lines[:-1])
 
     asyncio.run(play())
+
+
+def test_stream_has_the_reasoning_that_the_whole_answer_has() -> None:
+    call = Call("m", (), (), None, is_streamed=True, includes_usage=False)
+    answer = ModelAnswer("1", 0, {"role": "assistant", "content": "7", "reasoning_content": "hm" * 200}, "stop", 1, 9)
+    *events, _ = CHAT_COMPLETIONS.stream(call, answer)
+    deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == answer.message[name]
 
 
 def test_rewritten_history_and_other_tools_begin_new_sequences() -> None:
