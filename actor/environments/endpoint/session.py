@@ -135,7 +135,7 @@ class AgentSession:
 
     async def _sample(self, call: Call, exchange: _Exchange, agent: str) -> ModelAnswer:
         try:
-            conversation, reply = await self._next_turn(call)
+            conversation, reply = await self._next_turn(call, agent)
         except NoRoom as error:
             self._forget(exchange)
             self.is_out_of_room = True
@@ -149,7 +149,7 @@ class AgentSession:
         if agent:
             conversation.belong_to(agent)
         message = _message(reply)
-        self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange))
+        self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange), agent)
         self._num_answers += 1
         return ModelAnswer(
             name=f"{self._name}-{self._num_answers}",
@@ -160,8 +160,8 @@ class AgentSession:
             num_sampled_tokens=len(reply.token_ids),
         )
 
-    async def _next_turn(self, call: Call) -> tuple[Chat, Reply]:
-        turn, num_known = self._tree.find(call.messages, call.tools)
+    async def _next_turn(self, call: Call, agent: str) -> tuple[Chat, Reply]:
+        turn, num_known = self._tree.find(call.messages, call.tools, agent)
         if turn is not None:
             # Nobody repeats the call whose answer is in this one.
             self._forget(turn.exchange)
@@ -198,8 +198,8 @@ def over() -> CallRefused:
 @dataclass
 class _Node(Generic[T]):
     children: dict[bytes, "_Node[T]"] = field(default_factory=dict)
-    turn: T | None = None
-    """The model's turn that this message is."""
+    turns: dict[str, T] = field(default_factory=dict)
+    """The model's turns that this message is, by the agent that asked for them, the newest last."""
 
 
 class MessageTree(Generic[T]):
@@ -218,24 +218,28 @@ class MessageTree(Generic[T]):
         self._roots: dict[bytes, _Node[T]] = {}
         """One root for each set of tools, because templates write tools in front of all messages."""
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[T | None, int]:
-        """Return the model's last turn in these messages with a history that is known, and the number of messages up to it."""
+    def find(self, messages: Sequence[Message], tools: Sequence[Any], agent: str = "") -> tuple[T | None, int]:
+        """Return the model's last turn in these messages with a history that is known, and the number of messages up to it.
+
+        Of turns that are the same message, it is the agent's own, else the newest.
+        """
         node = self._roots.get(digest(tools))
         found: tuple[T | None, int] = None, 0
         for number, message in enumerate(messages, start=1):
             node = node.children.get(key_of(message)) if node is not None else None
             if node is None:
                 break
-            if node.turn is not None:
-                found = node.turn, number
+            if node.turns:
+                found = node.turns.get(agent, [*node.turns.values()][-1]), number
         return found
 
-    def put(self, messages: Sequence[Message], tools: Sequence[Any], reply: Message, turn: T) -> None:
+    def put(self, messages: Sequence[Message], tools: Sequence[Any], reply: Message, turn: T, agent: str = "") -> None:
         """Note that the model has answered these messages with `reply`, in this turn."""
         node = self._roots.setdefault(digest(tools), _Node())
         for message in (*messages, reply):
             node = node.children.setdefault(key_of(message), _Node())
-        node.turn = turn
+        node.turns.pop(agent, None)
+        node.turns[agent] = turn
 
 
 def key_of(message: Message) -> bytes:

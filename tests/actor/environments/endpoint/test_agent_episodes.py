@@ -121,6 +121,20 @@ def test_agents_turns_continue_the_leases_prompt_and_sub_agents_begin_anew(token
     asyncio.run(check())
 
 
+def test_agent_goes_on_from_its_own_turn_where_another_has_got_the_same_answer(tokenizer: Any) -> None:
+    async def play(chat: Any, row: Any) -> None:
+        for agent in ("first", "second"):
+            answer = await ask(chat, PROMPT, extra_headers={"X-Session-ID": agent})
+        await ask(chat, [*PROMPT, answer, {"role": "user", "content": "Sure?"}], extra_headers={"X-Session-ID": "first"})
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4", "4", "yes") as (actor, _):
+            assert isinstance(await actor.ends.get(), Ended)
+            assert [sample.back for sample in actor.samples] == [1, 2, 2]
+
+    asyncio.run(check())
+
+
 def test_calls_that_wait_and_later_ones_get_410_when_the_function_has_returned(tokenizer: Any) -> None:
     calls: list[asyncio.Task[Any]] = []
 
