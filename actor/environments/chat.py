@@ -380,6 +380,7 @@ class Chat:
         `"branch"` not with those given to other sequences. `agent`: give it to the sequence of the agent that asks `url` with
         this `X-Session-ID`; where it has asked nothing, the reward is the whole episode's.
         """
+        self._episode.require_open("reward()")
         self._episode.reward(float(value), self._episode.newest_turns.get(agent) if agent else self._continues)
 
     def belong_to(self, agent: str) -> None:
@@ -389,4 +390,5 @@ class Chat:
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode; steps show its mean as `reward_part/NAME`."""
+        self._episode.require_open("metric()")
         self._episode.metrics[name] = float(value)

@@ -56,8 +56,12 @@ async def play(chat, row):
     if kind == "keep":
         kept.append(chat)
         return 0.0
-    if kind == "late":
+    if kind == "late add":
         kept[0].add("tool", "4")
+    if kind == "late reward":
+        kept[0].reward(1.0)
+    if kind == "late metric":
+        kept[0].metric("found", 1.0)
     if kind == "judge":
         raise ConnectionError("no judge")
     if kind == "exit":
@@ -274,13 +278,14 @@ def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: st
     assert isinstance(next_news(workers)[0], SampleTurn)
 
 
-def test_message_for_an_episode_that_has_ended_is_refused(workers: Workers) -> None:
+@pytest.mark.parametrize("call", ["add", "reward", "metric"])
+def test_what_an_episode_that_has_ended_would_lose_is_refused(workers: Workers, call: str) -> None:
     play(workers, "1/0/0", "keep")
     assert isinstance(next_news(workers)[0], Ended)
-    play(workers, "2/0/0", "late")
+    play(workers, "2/0/0", f"late {call}")
     (failed,) = next_news(workers)
     assert isinstance(failed, Failed)
-    assert failed.detail.startswith("RuntimeError: add() after the end of the episode")
+    assert failed.detail.startswith(f"RuntimeError: {call}() after the end of the episode")
 
 
 def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> None:
