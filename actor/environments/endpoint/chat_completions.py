@@ -35,7 +35,7 @@ def read(body: Body) -> Call:
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(objects)),
-        tools=tuple(list_of_objects(body.get("tools") or [], "tools")),
+        tools=tuple(_tool(one, f"tools[{i}]") for i, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))),
         max_new_tokens=number_of_tokens(body, "max_completion_tokens", "max_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=options.get("include_usage") is True,
@@ -87,6 +87,14 @@ def _message(one: Mapping[str, Any], field: str) -> Message:
         if one.get(name) is not None:
             message[name] = text_field(one, name)
     return message
+
+
+def _tool(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    match tool:
+        case {"function": {"name": str()}} if tool.get("type", "function") == "function":
+            return tool
+        case _:
+            raise CallRefused(f"{field} is no tool: it needs the type 'function' and the text function.name", field=field)
 
 
 def _tool_call(call: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -349,6 +349,8 @@ MALFORMED = [
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages[0].content[0] has the type"),
     (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content is neither"),
     (b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}', "messages[0].tool_calls[0]"),
+    (b'{"messages": [{"role": "user"}], "tools": [{"type": "custom", "custom": {"name": "look"}}]}', "tools[0] is no tool"),
+    (b'{"messages": [{"role": "user"}], "tools": [{"type": "function", "name": "look"}]}', "tools[0] is no tool"),
 ]
 
 
