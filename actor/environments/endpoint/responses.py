@@ -44,7 +44,7 @@ def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
         "tool_choice": "auto", "temperature": None, "top_p": None,
         "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
         "usage": {
-            "input_tokens": answer.num_prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens": answer.num_prompt_tokens, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.num_sampled_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
         },

@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseUsage
 
 from tests.actor.environments.endpoint.endpoint_harness import Game, playing
 
@@ -101,6 +102,8 @@ def test_responses(is_streamed: bool) -> None:
             second = await respond()
             assert (second.output_text, second.status) == ("3", "completed")
             assert second.usage.input_tokens == len(WHOLE) - 1
+            # The client checks nothing, and frameworks read every number.
+            ResponseUsage.model_validate(second.usage.model_dump(), strict=True)
             check_game(game)
             game.write("long")
             cut: Any = await agent.responses.create(model="m", input="b", max_output_tokens=2)
