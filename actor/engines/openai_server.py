@@ -56,7 +56,11 @@ def vllm_arguments(model: str, dtype: str, options: Mapping[str, Any]) -> list[s
 
 def transformers_arguments(model: str, dtype: str) -> list[str]:
     """Return the arguments of `transformers serve` for a model folder."""
-    return [model, "--dtype", dtype, "--continuous-batching"]
+    arguments = [model, "--dtype", dtype, "--continuous-batching"]
+    if not has_gpu():
+        # As the actor's engine has it on a CPU. By default the cache takes eight or nine tenths of the machine's memory.
+        arguments += ["--cb-block-size", "64", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "512"]
+    return arguments
 
 
 def _as_arguments(name: str, value: Any) -> list[str]:

@@ -29,11 +29,16 @@ def test_vllm_server_takes_the_options_of_the_runs_engine(monkeypatch: pytest.Mo
     assert {name: getattr(engine, name) for name in options} == options
 
 
-def test_transformers_server_takes_its_arguments() -> None:
+def test_transformers_server_takes_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
     from transformers.cli.serve import Serve
     from typer.testing import CliRunner
 
+    monkeypatch.setattr(openai_server, "has_gpu", lambda: True)
+    assert "--cb-num-blocks" not in transformers_arguments("a/model", "float32")
+    # Without a size the server's cache takes most of the machine's memory.
+    monkeypatch.setattr(openai_server, "has_gpu", lambda: False)
+    assert "--cb-num-blocks" in transformers_arguments("a/model", "float32")
     application = typer.Typer()
     application.command()(Serve)
     answer = CliRunner().invoke(application, [*transformers_arguments("a/model", "float32"), "--port", "0", "--help"])
