@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from offbeat.actor.engines.batches import OwnCaches
 from offbeat.actor.engines.choice import make_engine
@@ -85,5 +85,5 @@ def test_cache_is_passed_by_the_name_that_the_model_has_for_it(tiny_model, tmp_p
         completions = [completion for _ in range(6) for completion in batches.step()]
     monkeypatch.undo()
     ((_, token_ids, logprobs, _),) = completions
-    expected = plain_logprobs(model, [5, 6, 7], token_ids)
+    expected = plain_logprobs(model, [5, 6, 7], list(token_ids))
     torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
