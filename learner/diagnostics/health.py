@@ -267,7 +267,7 @@ def _reward_halved(steps: Sequence[StepRow]) -> str | None:
 
 @_rule(
     f"The learner waits for rollouts {IDLE_SHARE:.0%} of the time in {IDLE_STEPS} steps; not with max_staleness 0.",
-    "Add actors, or raise staleness.max_staleness if it holds them back.",
+    "Add actors, or actor.reward_workers where they wait for rewards. Raise staleness.max_staleness if it holds leases back.",
 )
 def _learner_idle(steps: Sequence[StepRow]) -> str | None:
     share = _share_of_time(steps, "time/wait_rollouts_s")
