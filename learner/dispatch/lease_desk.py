@@ -260,8 +260,8 @@ class LeaseDesk:
                     self._evaluations.end_round()
                 else:
                     self.give_back(member, lease_id, reason)
-        # No deadline is ever moved forward, and those of leases to come are later.
-        self._first_expiry = min(self.deadlines.values(), default=now + self._timeout_s)
+        # No deadline is ever moved forward, and leases to come have their whole time.
+        self._first_expiry = min([now + self._timeout_s, *self.deadlines.values()])
 
     def abort(self, roster: Roster, policy_version: int) -> None:
         """Cancel the leases whose groups could not be trained on any more; only a new version or bound brings such."""

@@ -42,6 +42,17 @@ def test_lease_that_waits_for_its_reward_gets_more_time_once() -> None:
     assert desk.dispatcher.counts().expired == 1, "the time is bounded, whatever the actor says"
 
 
+def test_lease_that_waits_for_its_reward_gives_no_time_to_later_leases() -> None:
+    desk = Desk(f"task.reward_retry_s={10 * LEASE_TIMEOUT_S}")
+    actor = Actor(desk, "a").join(capacity=1)
+    waiting_lease(desk, actor)
+    desk.tick(2.0, actor)
+    stuck = Actor(desk, "b").join(capacity=1)
+    (lease,) = stuck.leases()
+    desk.tick(LEASE_TIMEOUT_S + 1, actor, stuck)
+    assert lease.lease_id not in desk.lease_desk.deadlines
+
+
 def test_group_that_has_waited_for_its_reward_is_accepted() -> None:
     desk = Desk(f"task.reward_retry_s={RETRY_S}")
     actor = Actor(desk, "a").join(capacity=1)
