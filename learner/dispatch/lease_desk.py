@@ -327,7 +327,9 @@ class LeaseDesk:
             return
         if self.is_log_full:
             self.is_log_full = False
-            self.deadlines = dict.fromkeys(self.deadlines, now + self._timeout_s)
+            # Those that wait for rewards may have more.
+            whole = now + self._timeout_s
+            self.deadlines = {lease_id: max(deadline, whole) for lease_id, deadline in self.deadlines.items()}
             report(self._record, EventRow(event="log_has_room", detail="leases are granted again"))
 
     def forgive(self, absent_s: float) -> None:

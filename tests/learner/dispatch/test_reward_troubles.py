@@ -1,6 +1,7 @@
 """Leases wait, within bounds, for unavailable rewards, and the operator is told so."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from offbeat.common.records.rows import EventRow
 from offbeat.learner.dispatch.reports import RepeatedEvents
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, LeaseFailed, RewardTrouble
 from offbeat.protocols.payload import CompletionMeta, Segment
-from tests.learner.dispatch.dispatch_desk import LEASE_TIMEOUT_S, Actor, Desk
+from tests.learner.dispatch.dispatch_desk import LEASE_TIMEOUT_S, Actor, Desk, WillingLog
 
 RETRY_S = 60.0
 DOWN = "HTTPError: 503 (judge.py:7)"
@@ -51,6 +52,19 @@ def test_lease_that_waits_for_its_reward_gives_no_time_to_later_leases() -> None
     (lease,) = stuck.leases()
     desk.tick(LEASE_TIMEOUT_S + 1, actor, stuck)
     assert lease.lease_id not in desk.lease_desk.deadlines
+
+
+def test_lease_that_waits_for_its_reward_keeps_its_time_when_the_full_log_has_room_again(tmp_path: Path) -> None:
+    log = WillingLog(tmp_path / "log")
+    desk = Desk(f"task.reward_retry_s={3 * LEASE_TIMEOUT_S}", log=log)
+    actor = Actor(desk, "a").join(capacity=1)
+    lease_id = waiting_lease(desk, actor)
+    log.has_room = False
+    desk.tick(1.0, actor)
+    log.has_room = True
+    desk.tick(2 * LEASE_TIMEOUT_S, actor)
+    assert lease_id in desk.lease_desk.deadlines
+    log.close()
 
 
 def test_group_that_has_waited_for_its_reward_is_accepted() -> None:
