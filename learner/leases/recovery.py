@@ -3,7 +3,8 @@
     checkpoint state -> log records after it -> the state at the moment of death, except for training, which is done again
 
 `Trained` is the one event that is not applied: the weights it made died with the learner, so its groups are in the buffer
-again, and are trained again, in the same order, without being generated again.
+again, and are trained again without being generated again. They follow the order of their leases, so one that was late before
+has its turn.
 
 Behind a gap in the log, events are applied as far as they can be:
 
