@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from offbeat.common.errors import ServiceError, SettingError
-from offbeat.common.records.rows import EvalRow, StepRow
+from offbeat.common.records.rows import CommitRow, EvalRow, StepRow
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
@@ -213,6 +213,14 @@ def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
             f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of data.train_data is now: "
             "its text, tokens, row or weight was changed. Change the data back, or begin a new run in another run.dir"
         )
+
+
+def newest_in_rows(run_folder: Path) -> int:
+    """Return the newest version that the run's rows have, of a step or of an actor's weights; 0 for none.
+
+    Without a log nothing else tells what was made after the checkpoint, and actors may still be at groups begun under it.
+    """
+    return max((row.policy_version for row in read_rows_of(run_folder / ROWS_FILE, StepRow, CommitRow)), default=0)
 
 
 def last_evaluated(run_folder: Path, policy_version: int) -> int:

@@ -30,7 +30,7 @@ from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.recovery import Recovered, last_evaluated, recover
+from offbeat.learner.leases.recovery import Recovered, last_evaluated, newest_in_rows, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart import run_identity
 from offbeat.learner.training import checkpoints
@@ -174,20 +174,19 @@ def restore(config: Config, run_id: str, trainer: RankedTrainer, prompts: Sequen
     """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     folder, has_log = Path(config.run.dir), config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
+    policy_version = trainer.policy_version
     if config.run.resume:
-        checkpoints.forget_evaluations(folder / CHECKPOINTS, after=trainer.policy_version)
+        checkpoints.forget_evaluations(folder / CHECKPOINTS, after=policy_version)
     log = open_log(folder, run_id, config.log, state)
     may_append = config.data.appended_data == "allow"
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
     if config.run.resume:
-        report_resumed(recovered, trainer.policy_version, record)
+        report_resumed(recovered, policy_version, record)
     settings = LiveSettings(config, recovered.tuned)
     report_kept_settings(settings, folder, record)
     return RunState(
         journal=LeaseJournal(log, recovered.ledger, recovered.stream),
-        versions=Versions(
-            trainer.policy_version, recovered.newest_version, evaluated=last_evaluated(folder, trainer.policy_version)
-        ),
+        versions=Versions(policy_version, recovered.newest_version, evaluated=last_evaluated(folder, policy_version)),
         settings=settings,
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
         log=log,
@@ -398,6 +397,7 @@ def recover_run(
     if not has_log:
         # Each process since the checkpoint has skipped as many as this one, and nothing tells how many there were.
         recovered.ledger.skip_lease_ids(uuid.uuid4().int % UNSEEN_LEASES * UNSEEN_LEASES)
+        recovered = recovered._replace(newest_version=max(recovered.newest_version, newest_in_rows(run_folder)))
     if (appended := recovered.appended) is not None and not may_append:
         problem = f"the run was made with {appended.num_before} prompts, and data.train_data now has {appended.num_prompts}"
         raise SettingError("data.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.common.records.rows import EvalRow, LedgerSums, Row, StepRow, row_fields
+from offbeat.common.records.rows import CommitRow, EvalRow, LedgerSums, Row, StepRow, row_fields
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, DataSection, LogSection, ModelSection, RunSection
 from offbeat.common.settings.learning_sections import LoraSection
@@ -462,6 +462,15 @@ def test_without_a_log_only_the_checkpoint_counts(killed_run: Path) -> None:
     recovered = resume.recover_run(killed_run, state, PROMPTS, 0, has_log=False)
     assert recovered.num_records == 0
     assert resume.open_log(killed_run, "run", LogSection(enabled=False), state) is None
+
+
+@pytest.mark.parametrize("newest", [StepRow(policy_version=9, metrics={}), CommitRow(actor="a", policy_version=9, stall_s=0.0)])
+def test_without_a_log_the_rows_tell_what_was_made_after_the_checkpoint(killed_run: Path, newest: StepRow | CommitRow) -> None:
+    """Otherwise groups that actors began under those weights are refused, as under weights that nobody has made."""
+    with MetricsWriter(killed_run) as writer:
+        writer.write(newest)
+    state = resume.load_checkpoint(killed_run, cast(RankedTrainer, FakeTrainer()), has_log=False)
+    assert resume.recover_run(killed_run, state, PROMPTS, 0, has_log=False).newest_version == 9
 
 
 def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
