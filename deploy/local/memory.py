@@ -402,7 +402,8 @@ def _inputs_offloaded(config: Config) -> tuple[Config, str]:
 
 def _one_actor(config: Config) -> tuple[Config, str]:
     changed = replace(config, launch=replace(config.launch, num_actors=1, actor_gpus=config.launch.actor_gpus[:1]))
-    gpus = f", launch.actor_gpus={to_toml(changed.launch.actor_gpus)}" if changed.launch.actor_gpus else ""
+    # Without blanks, at which a shell would divide it.
+    gpus = f", launch.actor_gpus={to_toml(changed.launch.actor_gpus).replace(' ', '')}" if changed.launch.actor_gpus else ""
     return changed, f"launch.num_actors=1{gpus}"
 
 
@@ -425,7 +426,7 @@ def _small_batches(config: Config) -> tuple[Config, str]:
 def _offloaded(config: Config) -> tuple[Config, str]:
     zero = {**config.train.deepspeed.get("zero_optimization", {}), "offload_optimizer": {"device": "cpu"}}
     train = replace(config.train, deepspeed={**config.train.deepspeed, "zero_optimization": zero})
-    return replace(config, train=train), 'train.deepspeed={zero_optimization={offload_optimizer={device="cpu"}}}'
+    return replace(config, train=train), "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
 
 
 _LEARNER_CHANGES = (_checkpointed, _small_batches, _offloaded, _inputs_offloaded)

@@ -1,6 +1,7 @@
 """The plan gives each process its GPU and its share of the memory, on imaginary machines."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,17 @@ def test_share_that_the_user_sets_is_not_replaced_and_what_is_surely_too_much_is
             3,
             16,
             "139.8 GiB, and the GPU has 16.0",
-            'Set train.activation_checkpointing="offload", train.deepspeed=',
+            'Set train.activation_checkpointing="offload", train.deepspeed.zero_optimization.offload_optimizer.device=cpu.',
+        ),
+        (
+            [
+                *("launch.num_actors=4", "launch.actor_gpus=[[0, 1], [0, 1], [0, 1], [0, 1]]", "launch.gpu_sharing=parts"),
+                "actor.engine_options.tensor_parallel_size=2",
+            ],
+            2,
+            24,
+            "4 on GPU 0 get 1.7 GiB each",
+            "Set launch.num_actors=1, launch.actor_gpus=[[0,1]].",
         ),
     ],
 )
@@ -207,7 +218,8 @@ def test_plan_that_cannot_fit_is_refused_with_the_arithmetic_and_settings_that_f
         planned(*overrides, gpus=gpus, gib=gib)
     assert cure in str(refused.value)
     settings = str(refused.value).partition("Set ")[2].split(". ")[0].removesuffix(".").split(", ")
-    assert planned(*overrides, *settings, gpus=gpus, gib=gib) is not None, "the cure works"
+    typed = [word for setting in settings for word in shlex.split(setting)]
+    assert planned(*overrides, *typed, gpus=gpus, gib=gib) is not None, "the cure works as it is typed into a shell"
 
 
 def test_shared_and_offloaded_sequences_keep_less_on_each_gpu() -> None:
