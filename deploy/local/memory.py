@@ -124,9 +124,10 @@ def at_rest(need: Need) -> Need:
     return Need(tuple(part for part in need.parts if part.name not in ("activations", "optimizer step")))
 
 
-def beside_sleepers(need: Need, num_engines: int) -> Need:
+def need_beside_sleepers(config: Config, sizes: ModelSizes) -> Need:
     """Return what a learner process and sleeping engines take together: context and CUDA graphs stay, as much as awake."""
-    return Need((*need.parts, MemoryPart("sleeping engines", num_engines * ENGINE_BYTES, True)))
+    sleeping = config.launch.num_actors * ENGINE_BYTES
+    return Need((*learner_need(config, sizes).parts, MemoryPart("sleeping engines", sleeping, True)))
 
 
 def _gradient_bytes(config: Config, stage: int, num_trained: float, owned: float) -> float:
@@ -282,17 +283,21 @@ class Room(NamedTuple):
     """The learner's part of it."""
 
 
-def check_learner(config: Config, need: Need, gpu: Gpu, sizes: ModelSizes) -> list[str]:
-    """Raise `SettingError` where a learner process needs more than this GPU has free.
+def check_learner(config: Config, need_of: Callable[[Config], Need], gpu: Gpu) -> list[str]:
+    """Raise `SettingError` where a learner process needs more than `gpu` has free, which of its GPUs has least.
 
-    Where `launch.learner_gpus` names the GPU, and only the estimated parts of the sum exceed it, return a warning instead.
+    `need_of` returns the need under settings. Where `launch.learner_gpus` names the GPU, and only the estimated parts of the
+    sum exceed it, return a warning instead.
     """
+    need = need_of(config)
     if need.num_bytes <= gpu.free_bytes:
         return []
     problem = f"a learner process needs {need}, and the GPU has {gib(gpu.free_bytes)} GiB free"
     if config.launch.learner_gpus and need.certain_bytes <= gpu.free_bytes:
         return [f"launch.learner_gpus: {problem}; the sum is partly an estimate, so the run starts all the same."]
-    cure = _cure(config, _LEARNER_CHANGES, lambda changed: learner_need(changed, sizes).num_bytes <= gpu.free_bytes)
+    # With fewer actors, fewer engines sleep.
+    changes = (*_LEARNER_CHANGES, _one_actor)
+    cure = _cure(config, changes, lambda changed: need_of(changed).num_bytes <= gpu.free_bytes)
     if need.certain_bytes <= gpu.free_bytes:
         cure += " To start all the same, name the GPUs in launch.learner_gpus."
     raise SettingError("model.path", config.model.path, problem, cure)

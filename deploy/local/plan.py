@@ -13,6 +13,7 @@ own what others allocate. So the learner takes its part first, and the actors of
 import contextlib
 import importlib.util
 from collections.abc import Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -120,9 +121,9 @@ def _make_plan(
     if has_turns:
         _check_turns(engine, learner, places, sizes)
     if need and sizes:
-        peak = memory.beside_sleepers(need, len(places)) if has_turns else need
-        for gpu in learner:
-            warnings += memory.check_learner(config, peak, gpus[gpu], sizes)
+        peak = memory.need_beside_sleepers if has_turns else memory.learner_need
+        smallest = min((gpus[gpu] for gpu in learner), key=lambda gpu: gpu.free_bytes)
+        warnings += memory.check_learner(config, partial(peak, sizes=sizes), smallest)
         need = memory.at_rest(need) if has_turns else need
     taken = need.num_bytes if need else UNKNOWN_SHARE * min(gpus[gpu].free_bytes for gpu in learner)
     shares = _Shares(gpus, dict.fromkeys(learner, taken), places, config.actor.engine_options.get(SHARE_OPTIONS[engine]))

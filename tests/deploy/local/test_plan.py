@@ -222,6 +222,25 @@ def test_plan_that_cannot_fit_is_refused_with_the_arithmetic_and_settings_that_f
     assert planned(*overrides, *typed, gpus=gpus, gib=gib) is not None, "the cure works as it is typed into a shell"
 
 
+def test_cure_of_the_learner_fits_the_gpu_with_the_least_memory() -> None:
+    gpus = (*machine(1, 24), *machine(1, 10), *machine(1, 80))
+    settings = ["model.path=m", "data.train_data=d", "launch.learner_processes=2", "train.zero_stage=2"]
+    settings += ["train.deepspeed.zero_optimization.reduce_bucket_size=50000000"]
+    with pytest.raises(SettingError) as refused:
+        make_plan(load(None, settings), gpus, SIZES["Qwen/Qwen3-0.6B"])
+    assert 'the GPU has 10.0 GiB free. Set train.activation_checkpointing="offload".' in str(refused.value)
+    cured = load(None, [*settings, "train.activation_checkpointing=offload"])
+    assert make_plan(cured, gpus, SIZES["Qwen/Qwen3-0.6B"]).learner == (0, 1)
+
+
+def test_cure_of_a_learner_beside_sleeping_engines_counts_them() -> None:
+    settings = ["launch.gpu_sharing=turns", "train.zero_stage=2", "launch.num_actors=4"]
+    offloaded = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
+    with pytest.raises(SettingError, match=r"sleeping engines 6.0 = 9.[0-9] GiB.* Set launch.num_actors=1\."):
+        planned(*settings, offloaded, gpus=1, gib=8, sizes=sizes_of(TINY))
+    assert planned(*settings, offloaded, "launch.num_actors=1", gpus=1, gib=8, sizes=sizes_of(TINY)).has_turns
+
+
 def test_shared_and_offloaded_sequences_keep_less_on_each_gpu() -> None:
     long = ["model.dtype=bfloat16", "model.max_length=32768", "train.zero_stage=3", "launch.learner_processes=4"]
 
