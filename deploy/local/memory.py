@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import to_toml
+from offbeat.common.processes.own_process import GPU_RESERVE
 from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens, most_actors
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
@@ -33,6 +34,8 @@ CONTEXT_BYTES = 1.0 * GIB
 """CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
 ENGINE_BYTES = 1.5 * GIB
 """Memory of an engine for its context, CUDA graphs and activations: all but weights, logits and KV cache."""
+ENGINE_SHARE = 0.92
+"""vLLM's share of a GPU without `gpu_memory_utilization`."""
 ENGINE_LOGITS = 1024
 """Rows of logits, in float32 and twice, that an engine holds at once."""
 HEAD_BYTES = 0.25 * GIB
@@ -369,10 +372,14 @@ def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
         learner = learner_need(changed, sizes).num_bytes if room.learner_bytes else 0.0
         num_actors = min(room.num_actors, changed.launch.num_actors)
         needed = learner + engine_need(changed, sizes).num_bytes * num_actors
-        # One part in a hundred more than the plan's reserve, because shares are rounded down.
-        return needed <= room.gpu.free_bytes - 0.06 * room.gpu.total_bytes
+        # The plan keeps back what an engine alone leaves, or its reserve and what the rounding of each share takes.
+        reserve = max(1 - ENGINE_SHARE, GPU_RESERVE + 0.01 * num_actors)
+        return needed <= room.gpu.free_bytes - reserve * room.gpu.total_bytes
 
-    return _cure(config, [_one_actor, *(_LEARNER_CHANGES if room.learner_bytes else ())], fits)
+    if room.learner_bytes or (config.launch.num_actors > 1 and fits(_one_actor(config)[0])):
+        return _cure(config, [_one_actor, *_LEARNER_CHANGES], fits)
+    more = "Give each actor more GPUs (actor.engine_options.tensor_parallel_size)"
+    return f"{more}, lower model.max_length, or take a smaller model."
 
 
 def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bool]) -> str:

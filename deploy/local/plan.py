@@ -25,8 +25,6 @@ from offbeat.deploy.local import memory
 from offbeat.deploy.local.devices import VISIBLE, Gpu, Inventory, find_gpus
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
-ENGINE_SHARE = 0.92
-"""vLLM's share of a GPU without `gpu_memory_utilization`."""
 UNKNOWN_SHARE = 0.5
 """The learner's part of a shared GPU when the model's sizes are not known."""
 
@@ -130,8 +128,8 @@ def _make_plan(
     # transformers takes such a part of what is free when it starts, so never more than its share.
     actors = tuple(ActorPlace(place, shares.of(place)) for place in places)
     if need and sizes and engine == "vllm":
-        for index in range(len(actors)):
-            warnings += memory.check_actor_share(config, memory.engine_need(config, sizes), shares.room(index), need, sizes)
+        for room in (room for place in places for room in shares.rooms(place)):
+            warnings += memory.check_actor_share(config, memory.engine_need(config, sizes), room, need, sizes)
     plan = DevicePlan(
         gpus,
         learner,
@@ -212,16 +210,18 @@ class _Shares:
             return None
         share = min(self._bytes_of(gpu) / self._gpus[gpu].total_bytes for gpu in place)
         is_alone = all(self._num_actors(gpu) == 1 and gpu not in self._taken for gpu in place)
-        if is_alone and share >= ENGINE_SHARE:
+        if is_alone and share >= memory.ENGINE_SHARE:
             return None
         return max(0.01, int(share * 100) / 100)
 
-    def room(self, actor: int) -> memory.Room:
-        """Return what an actor has on the GPU that leaves it the least."""
-        gpu = min(self._places[actor], key=self._bytes_of)
-        one = self._gpus[gpu]
-        share = self._explicit or self.of(self._places[actor]) or ENGINE_SHARE
-        return memory.Room(gpu, one, share * one.total_bytes, self._num_actors(gpu), self._taken.get(gpu, 0.0))
+    def rooms(self, place: tuple[int, ...]) -> list[memory.Room]:
+        """Return what an actor at this place has on each GPU, first on the one that leaves it the least."""
+        share = self._explicit or self.of(place) or memory.ENGINE_SHARE
+        gpus = [(gpu, self._gpus[gpu]) for gpu in sorted(place, key=self._bytes_of)]
+        return [
+            memory.Room(gpu, one, share * one.total_bytes, self._num_actors(gpu), self._taken.get(gpu, 0.0))
+            for gpu, one in gpus
+        ]
 
     def _bytes_of(self, gpu: int) -> float:
         """Return the memory of a GPU for each actor on it, when the learner has taken its part."""

@@ -277,6 +277,27 @@ def test_engine_in_fp8_has_half_the_weights_but_for_the_embeddings_and_half_the_
     assert whole["weights"] - fp8["weights"] == sizes.num_parameters - 2 * 151936 * 4096
 
 
+def test_actor_that_its_own_gpu_cannot_hold_is_offered_more_of_them() -> None:
+    # 22.4 of 24 GiB, and vLLM takes 0.92 of them, 22.1.
+    settings = ["model.path=m", "data.train_data=d", "model.max_length=16384", "lora.rank=8", "launch.learner_gpus=[2]"]
+    gpus = (*machine(2, 24), *machine(1, 640))
+    with pytest.raises(SettingError, match=r"GPU 0 get 22.1 GiB .*\. Give each actor more GPUs"):
+        make_plan(load(None, settings), gpus, SIZES["Qwen/Qwen3-8B"])
+    cured = load(None, [*settings, "actor.engine_options.tensor_parallel_size=2"])
+    assert make_plan(cured, gpus, SIZES["Qwen/Qwen3-8B"]).actors[0].gpus == (0, 1)
+
+
+def test_actor_has_room_on_each_of_its_gpus() -> None:
+    gpus = (*machine(2, 16), *machine(1, 80), *machine(1, 16))
+    settings = [*BASE, "actor.engine_options.tensor_parallel_size=2", "launch.learner_gpus=[3]", "model.dtype=bfloat16"]
+    two = [*settings, "launch.num_actors=2", "launch.actor_gpus=[[0, 2], [1, 2]]"]
+    with pytest.raises(SettingError, match=r"on GPU 2 2 x 72.0 for actors = 144.0 GiB, and 80.0 GiB are free"):
+        make_plan(load(None, [*two, "actor.engine_options.gpu_memory_utilization=0.9"]), gpus, SIZES["Qwen/Qwen3-0.6B"])
+    six = [*settings, "launch.num_actors=6", "launch.actor_gpus=[[0, 2], [1, 2], [2, 4], [2, 5], [2, 6], [2, 7]]"]
+    with pytest.raises(SettingError, match=r"1 on GPU 0 get 2.4 GiB each"):
+        make_plan(load(None, [*six, "model.max_length=32768"]), (*gpus, *machine(4, 16)), SIZES["Qwen/Qwen3-0.6B"])
+
+
 def test_model_too_large_for_every_cure_gets_an_honest_one() -> None:
     with pytest.raises(SettingError, match=r"Train on more GPUs .*or a smaller model"):
         planned(gpus=1, gib=24, sizes=SIZES["Qwen/Qwen3-8B"])
