@@ -77,6 +77,7 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cl
     Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in a cluster.
     """
     settings, in_cluster = container.load_in_container(path, overrides)
+    settings = [kubernetes_pods.literal(setting) for setting in settings]
     cluster = _with_requests(in_cluster, cluster)
     texts = container.fleet_keys(out / "keys")
     documents = {

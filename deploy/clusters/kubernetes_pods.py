@@ -68,6 +68,11 @@ class PodOptions(NamedTuple):
     """Estimated quantities of what `resources` leaves out: requested, without a limit."""
 
 
+def literal(word: str) -> str:
+    """Return a word of a command that Kubernetes does not change: it replaces $(NAME) by a variable, and $$ by $."""
+    return word.replace("$", "$$")
+
+
 def _mount(volume: str, path: str) -> Document:
     return {"name": volume, "mountPath": path}
 
@@ -122,7 +127,7 @@ def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Docum
     """Return the container that keeps as many actors as the learner wants, from the moment when there is a run."""
     # The third word behind `sh` is the folder, whose name may have blanks.
     waiting = 'until [ -e "$3"/config.toml ]; do sleep 1; done\nexec "$@"'
-    command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", run_folder(config), "--on", "kubernetes"]
+    command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", literal(run_folder(config)), "--on", "kubernetes"]
     token = _mount("token", str(ACCOUNT))
     return _container(RECONCILER, image, command, [*mounts, token], PodOptions({"cpu": "100m", "memory": "512Mi"}))
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import shutil
 import stat
 import subprocess
@@ -84,7 +85,8 @@ def pods(documents: dict[str, Document]) -> list[Document]:
 
 def started(container: Document, folder: Path) -> list[str]:
     """Return the words of the program that a container becomes, its volumes in `folder`."""
-    words = [word.replace("$(POD_NAME)", POD_NAME) for word in container["command"]]
+    values = {"$$": "$", "$(POD_NAME)": POD_NAME}
+    words = [re.sub(r"\$\$|\$\(POD_NAME\)", lambda found: values[found[0]], word) for word in container["command"]]
     if words[0] != "sh":
         return words
     shown = words[2].replace('exec "$@"', "printf '%s\\0' \"$@\"").replace(' "$3"/', f' "{folder}$3"/')
@@ -163,8 +165,9 @@ def test_kustomization_lists_every_file_that_is_written() -> None:
 
 
 def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Path) -> None:
-    documents = write("run.seed=5")
+    documents = write("run.seed=5", "data.prompt_field=$$q $(POD_NAME)")
     learner, actor = configs(documents, folder)
+    assert learner.data.prompt_field == actor.data.prompt_field == "$$q $(POD_NAME)"
     assert (learner.train.num_steps, learner.run.seed) == (actor.train.num_steps, actor.run.seed) == (7, 5)
     assert (learner.hub.address, actor.actor.name) == (actor.hub.address, POD_NAME)
     host, port = learner.hub.address.removeprefix("tcp://").split(":")
@@ -175,7 +178,7 @@ def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Pat
     assert documents["ConfigMap/run-config"]["data"]["run.toml"] == SETTINGS
 
 
-@pytest.mark.parametrize("run", ["run", "my run"])
+@pytest.mark.parametrize("run", ["run", "my run", "my $$run"])
 def test_every_container_starts_a_command_that_takes_its_arguments(run: str, folder: Path) -> None:
     documents = write(*RECONCILED, f"run.dir=runs/{run}")
     (folder / "runs" / run).mkdir(parents=True)

@@ -135,6 +135,12 @@ def test_jobs_can_be_requeued_and_run_in_this_folder_with_the_options_of_the_use
     assert learner["--job-name"] != actors["--job-name"]
 
 
+def test_folder_of_logs_has_no_pattern_of_slurm(folder: Path) -> None:
+    Path("run.toml").touch()
+    write_scripts(load_config(["run.toml"]), Path("run.toml"), (), Path("50%job"), (), ())
+    assert f"{folder}/50%%job/logs/learner-%j.log" in Path("50%job", LEARNER_SCRIPT).read_text()
+
+
 def test_names_of_jobs_are_those_of_one_run_and_are_names_that_a_pool_reads(folder: Path) -> None:
     names: list[str] = []
     for run in ("a/my run", "a/my run", "b/my run"):
