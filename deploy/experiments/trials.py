@@ -214,12 +214,14 @@ def render_job_array(trials: Sequence[SweepTrial], folder: Path, command: Sequen
     if not left:
         cure = f"Make the report: offbeat sweep --report --out {shlex.quote(str(folder))}"
         raise SettingError("--out", str(folder), "every run of the sweep has ended, so the array has no task", cure)
+    # Slurm replaces % and the letter behind it.
+    logs = shlex.quote(str(folder).replace("%", "%%"))
     return f"""\
 #!/bin/bash
 # Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.
 #SBATCH --job-name=offbeat-sweep
 #SBATCH --array={_ranges(left)}
-#SBATCH --output={shlex.quote(str(folder))}/slurm-%a.log
+#SBATCH --output={logs}/slurm-%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@{NOTICE_S}

@@ -160,7 +160,8 @@ def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(
 def test_job_array_has_a_task_for_each_run_that_is_left(sweep: Sweep) -> None:
     sweep.run("4")
     trials = sweep.trials("0", "4", "8", "16")
-    script = render_job_array(trials, sweep.folder, ["offbeat", "sweep", "it's.toml", "--out", "a b"])
+    script = render_job_array(trials, Path("50%array"), ["offbeat", "sweep", "it's.toml", "--out", "a b"])
+    assert "#SBATCH --output=50%%array/slurm-%a.log\n" in script
     assert "#SBATCH --array=0,2-3\n" in script
     with tempfile.TemporaryDirectory() as folder:
         offbeat = Path(folder) / "offbeat"
