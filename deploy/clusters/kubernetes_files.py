@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from offbeat.common.settings.config import Config, actors_wanted
 from offbeat.common.settings.hub_keys import LEARNER
 from offbeat.deploy.clusters import container, kubernetes_pods
 from offbeat.deploy.clusters.services import FLEET
 from offbeat.deploy.local.keygen import ALLOWED_KEYS
-from offbeat.deploy.local.memory import GIB, engine_need, learner_need
+from offbeat.deploy.local.memory import GIB, engine_need, learner_need, offloaded_bytes
 from offbeat.deploy.local.model_sizes import model_sizes
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,12 @@ def _with_requests(config: Config, cluster: Cluster) -> Cluster:
     if sizes is not None:
         # The double buffer of the weights, and what a GPU would hold where there is none.
         weights = 2 * sizes.num_parameters * (2 if config.model.dtype == "bfloat16" else 4)
-        on_learner = 0.0 if kubernetes_pods.GPU in learner.resources else learner_need(config, sizes).num_bytes
+        # An optimizer in host memory is in this memory with a GPU or without.
+        on_cpu = learner_need(replace(config, train=replace(config.train, deepspeed={})), sizes)
+        on_learner = on_cpu.num_bytes
+        if kubernetes_pods.GPU in learner.resources:
+            optimizer = on_cpu.part_bytes("optimizer") - learner_need(config, sizes).part_bytes("optimizer")
+            on_learner = optimizer + offloaded_bytes(config, sizes)
         on_actor = 0.0 if kubernetes_pods.GPU in actor.resources else engine_need(config, sizes).num_bytes
         processes = config.launch.learner_processes
         requests[LEARNER]["memory"] = _gib_of(processes * (PROCESS_BYTES + on_learner) + weights)

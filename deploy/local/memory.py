@@ -72,6 +72,10 @@ class Need(NamedTuple):
         """The sum without the estimated parts."""
         return sum(part.num_bytes for part in self.parts if not part.is_estimate)
 
+    def part_bytes(self, name: str) -> float:
+        """Return the part of this name."""
+        return sum(part.num_bytes for part in self.parts if part.name == name)
+
     def __str__(self) -> str:
         parts = " + ".join(f"{part.name} {gib(part.num_bytes)}" for part in self.parts if part.num_bytes >= 0.005 * GIB)
         return f"{parts} = {gib(self.num_bytes)} GiB"

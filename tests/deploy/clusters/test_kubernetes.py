@@ -317,6 +317,23 @@ def test_pods_request_what_the_sums_say_and_what_the_user_names_stays(folder: Pa
     assert shared == {"medium": "Memory", "sizeLimit": requested["requests"]["memory"]}
 
 
+def test_learner_requests_host_memory_for_what_is_offloaded_from_its_gpu(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(QWEN3_600M))
+    toml = SETTINGS.replace("owner/model", str(folder / "model"))
+
+    def requested_gib(*options: str) -> int:
+        learner = pods(write("train.zero_stage=2", *options, toml=toml))[0]["containers"][0]
+        return int(learner["resources"]["requests"]["memory"].removesuffix("Gi"))
+
+    gpu = ("--learner", "nvidia.com/gpu=1")
+    offloaded = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
+    # 6.7 GiB of optimizer, and 1.0 GiB of the inputs of layers.
+    assert (requested_gib(*gpu), requested_gib(*gpu, offloaded)) == (7, 13)
+    assert requested_gib(*gpu, "train.activation_checkpointing=offload") == 8
+    assert requested_gib() == requested_gib(offloaded)
+
+
 def test_pods_of_a_model_of_unknown_size_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     Path("run.toml").write_text(SETTINGS)
     write_manifests(Path("run.toml"), [], Path("out"), Cluster("image", "offbeat", PodOptions(), PodOptions()))
