@@ -34,6 +34,7 @@ from offbeat.deploy.clusters.container import (
 )
 from offbeat.deploy.clusters.pool import Instance, PoolError
 from offbeat.deploy.clusters.services import FLEET, NOTICE_S, notice_s
+from offbeat.deploy.local.memory import tensor_parallel_size
 from offbeat.protocols.text import plain
 
 GPU = "nvidia.com/gpu"
@@ -114,6 +115,10 @@ def learner_pod(config: Config, image: str, settings: Sequence[str], options: Po
 
 def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodOptions) -> Document:
     """Return the template of the actors' pods; raise `SettingError` for options that do not suit them."""
+    size = str(tensor_parallel_size(config))
+    if (gpus := options.resources.get(GPU, size)) != size:
+        problem = f"an actor takes one GPU for each part of the model, and tensor_parallel_size is {size}"
+        raise SettingError("--actor", f"{GPU}={gpus}", problem, "Make them equal.")
     actor = _container("actor", image, actor_command(settings, "$(POD_NAME)"), _SHARED_MOUNTS, options)
     actor["env"] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
     actor |= _watched()

@@ -230,6 +230,13 @@ def test_learner_of_several_gpus_starts_one_process_for_each(folder: Path) -> No
     assert "launch.learner_processes is 1" in str(refusal("--learner", "nvidia.com/gpu=4"))
 
 
+def test_actor_has_a_gpu_for_each_part_of_its_model() -> None:
+    two = "actor.engine_options.tensor_parallel_size=2"
+    assert "tensor_parallel_size is 2" in str(refusal(two, "--actor", "nvidia.com/gpu=1"))
+    resources = pods(write(two, "--actor", "nvidia.com/gpu=2"))[1]["containers"][0]["resources"]
+    assert resources["limits"] == {"nvidia.com/gpu": "2"}
+
+
 def test_containers_have_no_rights_and_write_to_volumes_only() -> None:
     learner, actor = pods(write(*RECONCILED, "--secret", "tokens"))
     for pod in (learner, actor):
