@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import to_toml
 from offbeat.common.processes.own_process import GPU_RESERVE
-from offbeat.common.settings.config import Config, actors_wanted, has_own_critic, max_episode_tokens, most_actors
+from offbeat.common.settings.config import Config, has_own_critic, max_episode_tokens, most_actors
+from offbeat.common.settings.loading import replace_settings
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
@@ -424,13 +425,12 @@ def _one_actor(config: Config) -> tuple[Config, str]:
 
 
 def _fewer_cpu_actors(config: Config, num_actors: int) -> tuple[Config, str]:
-    scale = config.scale
-    if scale.auto and max(scale.min, actors_wanted(config)) <= num_actors:
-        return replace(config, scale=replace(scale, max=num_actors)), f"scale.max={num_actors}"
-    if not scale.auto and not scale.actors:
-        return replace(config, launch=replace(config.launch, num_actors=num_actors)), f"launch.num_actors={num_actors}"
-    text = f"scale.actors={num_actors}" + (", scale.auto=false" if scale.auto else "")
-    return replace(config, scale=replace(scale, actors=num_actors, auto=False)), text
+    launch, scale = config.launch, config.scale
+    numbers = {"scale.actors": scale.actors} if scale.actors else {"launch.num_actors": launch.num_actors}
+    if scale.auto:
+        numbers |= {"scale.min": scale.min, "scale.max": scale.max}
+    fewer = {setting: str(num_actors) for setting, number in numbers.items() if number > num_actors}
+    return replace_settings(config, fewer), ", ".join(f"{setting}={number}" for setting, number in fewer.items())
 
 
 def _small_batches(config: Config) -> tuple[Config, str]:

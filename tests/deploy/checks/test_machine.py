@@ -163,7 +163,9 @@ def test_run_without_gpus_is_refused_where_its_certain_memory_exceeds_the_machin
         (LaunchSection(num_actors=16), ScaleSection(), "launch.num_actors=1"),
         (LaunchSection(), ScaleSection(actors=16), "scale.actors=1"),
         (LaunchSection(), ScaleSection(auto=True, max=16), "scale.max=1"),
-        (LaunchSection(num_actors=2), ScaleSection(auto=True, max=16), "scale.actors=1, scale.auto=false"),
+        # Without scale.auto, the user's scale.max would be refused.
+        (LaunchSection(num_actors=2), ScaleSection(auto=True, max=16), "launch.num_actors=1, scale.max=1"),
+        (LaunchSection(), ScaleSection(actors=3, auto=True, min=2, max=16), "scale.actors=1, scale.min=1, scale.max=1"),
     ],
 )
 def test_memory_of_a_run_without_gpus_counts_every_actor_that_it_may_have(
