@@ -125,7 +125,8 @@ class Retries(Generic[Key]):
             failing = dict(self._failing)
         if not failing:
             return None
-        waiting_s = now - min(failures.since for failures in failing.values())
+        # A reward's thread may have noted its failure after the caller read the clock.
+        waiting_s = max(0.0, now - min(failures.since for failures in failing.values()))
         lease_ids = tuple(dict.fromkeys(map(self._lease_of, failing)))
         return RewardTrouble(waiting_s=waiting_s, problem=[*failing.values()][-1].problem, lease_ids=lease_ids)
 

@@ -207,11 +207,15 @@ def test_trouble_names_the_groups_that_wait_and_ends_with_them(run_reward: MakeR
     runner.submit(3, samples(["a"]))
     deadline = time.monotonic() + 10
     done = []
-    while (trouble := runner.retries.trouble(time.monotonic())) is None or set(trouble.lease_ids) != {1, 3}:
+    started = time.monotonic()
+    while (trouble := runner.retries.trouble(started)) is None or set(trouble.lease_ids) != {1, 3}:
         assert time.monotonic() < deadline
         done += runner.poll()
     assert trouble.problem.startswith("TimeoutError: no answer (")
-    assert trouble.waiting_s >= 0
+    assert trouble.waiting_s == 0, "by a clock that was read before the failure"
+    later = runner.retries.trouble(started + 1e3)
+    assert later is not None
+    assert later.waiting_s > 900
     # Attempts at both go on, and one success is not half of what is done.
     while not runner.retries.is_failing:
         assert time.monotonic() < deadline
