@@ -201,13 +201,13 @@ def test_trouble_names_the_groups_that_wait_and_ends_with_them(run_reward: MakeR
             raise TimeoutError("no answer")
         return 1.0
 
+    started = time.monotonic()
     runner = run_reward(reward)
     runner.submit(1, samples(["a"]))
     runner.submit(2, samples(["b"]))
     runner.submit(3, samples(["a"]))
     deadline = time.monotonic() + 10
     done = []
-    started = time.monotonic()
     while (trouble := runner.retries.trouble(started)) is None or set(trouble.lease_ids) != {1, 3}:
         assert time.monotonic() < deadline
         done += runner.poll()
