@@ -18,6 +18,7 @@ from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.lab.terminal import table
 from offbeat.learner.diagnostics.health import update_troubles
+from offbeat.protocols.text import encodable
 
 ALIVE_WITHIN_S = 60.0
 """Age of the newest row up to which a run without a final row counts as running."""
@@ -216,7 +217,7 @@ def _listed(folder: Path, end: EndedRun, now: float) -> ListedRun:
     num_steps = read_settings(folder).number("train", "num_steps")
     return ListedRun(
         # A name that is not UTF-8 has letters that JSON cannot hold.
-        folder=str(folder).encode(errors="backslashreplace").decode(),
+        folder=encodable(str(folder)),
         state=end.outcome or state_without_end(end.last_time, now),
         policy_version=end.policy_version,
         num_steps=None if num_steps is None else int(num_steps),

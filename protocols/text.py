@@ -24,6 +24,11 @@ def as_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._@-]", "-", text).lstrip("._@-")[:128] or "unnamed"
 
 
+def encodable(text: str) -> str:
+    """Return `text` with half characters shown as escapes: a model's text or a file's name may hold some, no message can."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def plain(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     """Return `text` on one line, cut after `max_characters`, with everything unprintable shown as an escape: `\\n`, `\\x1b`.
 

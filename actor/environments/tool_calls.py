@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from offbeat.common.errors import SettingError
 from offbeat.common.user_code.environment_function import ToolSchema
+from offbeat.protocols.text import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,10 @@ class TurnParser:
         parser = self._parser_class(self._tokenizer, request.tools)
         reasoning, content, calls = parser.parse(text, request, finish_reason == "stop", token_ids)
         named = tuple(
-            ToolCall(f"call{num_calls + index:05d}", _encodable(call.name), _encodable(call.arguments))
+            ToolCall(f"call{num_calls + index:05d}", encodable(call.name), encodable(call.arguments))
             for index, call in enumerate(calls or ())
         )
         return Parsed(content or "", reasoning or "", named)
-
-
-def _encodable(text: str) -> str:
-    """Return a text with the escapes of half characters, as the model wrote them: parsers read these, and no message can."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _load(tokenizer: Any, tool_parser: str, reasoning_parser: str) -> Any:

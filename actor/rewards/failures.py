@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from offbeat.common.errors import one_line
 from offbeat.common.user_code.environment_host.host import is_transient
+from offbeat.protocols.text import encodable
 
 
 class Failure(NamedTuple):
@@ -29,9 +30,7 @@ def failure_of(error: BaseException, file: str | None) -> Failure:
     # The first frame is the call, in this project.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    # Text of a model may hold half a character, which no message can.
-    text = text.encode(errors="backslashreplace").decode()
-    return Failure(is_transient(error), f"{one_line(error)} ({_place(frames, file)})", text)
+    return Failure(is_transient(error), f"{one_line(error)} ({_place(frames, file)})", encodable(text))
 
 
 def file_of(function: Any) -> str | None:

@@ -26,6 +26,11 @@ def find_fleet_key(key: str) -> Path:
     return path
 
 
+def slurm_folder(folder: Path) -> Path:
+    """Return a folder of logs as Slurm's `--output` takes it: Slurm replaces % and the letter behind it."""
+    return Path(str(folder).replace("%", "%%"))
+
+
 def leave_s(config: Config) -> int:
     """Return the seconds that an actor may take to leave: it finishes its work, and waits for the learner's answer."""
     working_s = config.actor.leave_within_s if config.actor.leave == "finish" else 0.0

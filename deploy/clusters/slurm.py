@@ -28,6 +28,7 @@ from offbeat.deploy.clusters.services import (
     leave_s,
     moving_settings,
     notice_s,
+    slurm_folder,
     torchrun_options,
 )
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
@@ -129,14 +130,12 @@ exec {shlex.join(PROGRAM)} actor {words} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID
 
 
 def _directives(places: ScriptPaths, kind: str, log: str, before_end_s: int, options: Iterable[str]) -> str:
-    # Slurm replaces % and the letter behind it.
-    logs = Path(str(places.out / JOB_LOGS).replace("%", "%%"))
     # Jobs are recognized by their names, and another project may have a run of this name.
     path = zlib.crc32(os.fsencode(places.run))
     own = [
         f"--job-name={as_name(f'{kind}-{places.run.name}-{path:08x}')}",
         f"--chdir={_word(Path.cwd())}",
-        f"--output={_word(logs / log)}",
+        f"--output={_word(slurm_folder(places.out / JOB_LOGS) / log)}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:TERM@{before_end_s}",

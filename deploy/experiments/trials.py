@@ -24,7 +24,7 @@ from offbeat.common.records.run_folder import decide_resume, not_writable
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, refuse_masked, resolved_toml
-from offbeat.deploy.clusters.services import NOTICE_S
+from offbeat.deploy.clusters.services import NOTICE_S, slurm_folder
 from offbeat.deploy.experiments.jobs import alone_in
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, PlannedTrial, has_ended, read_plan, read_run
 from offbeat.protocols.addresses import address_file, is_loopback
@@ -214,14 +214,12 @@ def render_job_array(trials: Sequence[SweepTrial], folder: Path, command: Sequen
     if not left:
         cure = f"Make the report: offbeat sweep --report --out {shlex.quote(str(folder))}"
         raise SettingError("--out", str(folder), "every run of the sweep has ended, so the array has no task", cure)
-    # Slurm replaces % and the letter behind it.
-    logs = shlex.quote(str(folder).replace("%", "%%"))
     return f"""\
 #!/bin/bash
 # Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.
 #SBATCH --job-name=offbeat-sweep
 #SBATCH --array={_ranges(left)}
-#SBATCH --output={logs}/slurm-%a.log
+#SBATCH --output={shlex.quote(str(slurm_folder(folder)))}/slurm-%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@{NOTICE_S}

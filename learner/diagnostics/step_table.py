@@ -46,7 +46,8 @@ class StepLoss(NamedTuple):
     @property
     def means(self) -> dict[str, float]:
         """Means per token of the quantities besides the objective, by metric name."""
-        return {name: total / self.num_tokens for name, total in self.sums.items()}
+        num_tokens = self.num_tokens
+        return {name: total / num_tokens for name, total in self.sums.items()}
 
 
 def step_metrics(
@@ -68,7 +69,7 @@ def step_metrics(
     if policy_version > 0:
         del metrics["ratio/first"]
     metrics |= loss.means
-    if "kl/reference" in loss.means:
+    if "kl/reference" in loss.sums:
         metrics["kl/coefficient"] = loss.kl_coefficient
     return metrics
 
