@@ -265,6 +265,20 @@ CLAIMS = (
         "An adapter of SmolLM2 learns more with a range by each completion's length than with GSPO's own (predicted)",
         _over(DEFAULT, "gspo + paper's band", ("sums_adapter", 4)),
     ),
+    Claim(
+        "At a lag of 4 that adapter learns more with a range of 0.05 than with one by each completion's length (predicted)",
+        _over("gspo + band 0.05", DEFAULT, ("sums_adapter", 4)),
+    ),
+    Claim(
+        "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)",
+        (
+            Contrast(
+                Side("sums_adapter", "cispo", 4),
+                Side("sums_adapter", DEFAULT, 4),
+                (Side("sums_adapter", "cispo", 0), Side("sums_adapter", DEFAULT, 0)),
+            ),
+        ),
+    ),
 )
 
 
