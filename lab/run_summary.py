@@ -23,6 +23,9 @@ from offbeat.protocols.text import encodable
 ALIVE_WITHIN_S = 60.0
 """Age of the newest row up to which a run without a final row counts as running."""
 
+_RESTART_EVENTS = ("checkpoint_damaged", "resumed_with_changes", "log_damaged", "data_appended", "resumed", "setting_kept")
+"""Events that a learner process of a resumed run records before `run_started`."""
+
 
 class ProcessTimes:
     """The first and the last time of each learner process of a run; there are several where it was resumed."""
@@ -37,7 +40,10 @@ class ProcessTimes:
 
     def take(self, row: Row | OtherRow) -> None:
         """Extend the times of the newest process by a row, which may be the first of another."""
-        if not self._spans or (isinstance(row, EventRow) and row.event == "run_started"):
+        event = row.event if isinstance(row, EventRow) else ""
+        if event in _RESTART_EVENTS:
+            return
+        if not self._spans or event == "run_started":
             self._spans.append((row.time, row.time))
         start, end = self._spans[-1]
         if isinstance(row, FinalRow):

@@ -197,7 +197,8 @@ def test_report_lies_in_the_folder_and_nothing_else_does(tmp_path: Path):
 
 def test_wall_time_of_a_resumed_run_is_that_of_its_processes_without_the_time_between_them() -> None:
     killed = [{**event("run_started"), "time": START}, {**step(1, {"0": 3}), "time": START + 60}]
-    resumed = [{**event("run_started"), "time": START + 3600}, {**step(2, {"0": 3}), "time": START + 3620}]
+    told = [{**event(name), "time": START + 3599} for name in ("resumed_with_changes", "resumed", "setting_kept")]
+    resumed = [*told, {**event("run_started"), "time": START + 3600}, {**step(2, {"0": 3}), "time": START + 3620}]
     ended = {**final(), "time": START + 3630, "wall_s": 40.0}
     assert fold_rows(rows_from([*killed, *resumed])).times.wall_s == 60 + 20
     assert fold_rows(rows_from([*killed, *resumed, ended])).times.wall_s == 60 + 40
