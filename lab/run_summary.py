@@ -15,7 +15,7 @@ from rich.text import Text
 from offbeat.common.formats import duration, number
 from offbeat.common.records.rows import EventRow, FinalRow, OtherRow, Row, StepRow
 from offbeat.common.records.run_folder import CONFIG_FILE
-from offbeat.common.records.writer import ROWS_FILE, read_rows_of
+from offbeat.common.records.writer import ROWS_FILE, newest_time, read_rows_of
 from offbeat.lab.terminal import table
 from offbeat.learner.diagnostics.health import update_troubles
 from offbeat.protocols.text import encodable
@@ -61,7 +61,7 @@ class EndedRun(msgspec.Struct, frozen=True):
     """The signal that stopped the run, or the error that ended it."""
     policy_version: int
     last_time: float
-    """Time of the newest of these rows, in seconds since the epoch."""
+    """Time of the newest row, in seconds since the epoch."""
     wall_s: float | None
     """Seconds that the learner's processes took together; None without a final row."""
     reward: float | None
@@ -101,6 +101,8 @@ def read_end(run_folder: Path) -> EndedRun | None:
                     changes.append(row.detail)
     if last_time is None:
         return None
+    # A step may take minutes; actors report all the time.
+    last_time = max(last_time, newest_time(run_folder / ROWS_FILE) or last_time)
     version = final.policy_version if final is not None else step.policy_version if step is not None else 0
     return EndedRun(
         outcome=None if final is None else final.outcome,

@@ -28,6 +28,8 @@ _DETAILS = (rows.GroupRow, rows.SampleRow, rows.EvalSampleRow, rows.WeightsRow, 
 """Rows that a long run does without once they are old. Most of its rows are of these kinds."""
 _BEGINNING = b'{"kind":"'
 """The beginning of each line that `encode_row` makes."""
+_NEWEST_BYTES = 64 << 10
+"""End of the rows file that is read for the newest rows: over a hundred, if they are not samples."""
 CLOSE_S = 10.0
 """Seconds for which a closing writer tries to write the newest row, which may be the run's final one, to a full disk."""
 
@@ -200,6 +202,14 @@ def read_rows_of(path: Path, *kinds: type[Kind]) -> Iterator[Kind]:
             is_candidate = line.startswith(beginnings) or not line.startswith(_BEGINNING)
             if is_candidate and isinstance(row := rows.decode_row(line), kinds):
                 yield row
+
+
+def newest_time(path: Path) -> float | None:
+    """Return the time of the newest row of any kind; None where the end of the file has no undamaged row."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
+        found = map(rows.decode_row, file)
+        return max((row.time for row in found if isinstance(row, rows.Stamped)), default=None)
 
 
 def scalars_of(row: rows.StepRow | rows.EvalRow) -> dict[str, float]:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from offbeat.common.records.rows import ActorRow, encode_row
 from offbeat.lab.run_summary import list_runs, render_runs
 from tests.lab.sweep.test_comparison_page import START, write_run
 
@@ -24,6 +25,19 @@ def test_runs_are_listed_with_their_states_the_newest_last(tmp_path: Path) -> No
     assert [run.wall_s for run in runs] == [9.0, 9.0, None]
     (late,) = [run for run in list_runs([tmp_path / "runs"], now=START + 500) if run.folder.endswith("long")]
     assert late.state == "unfinished"
+
+
+def test_run_whose_actors_report_is_running_however_long_its_step_takes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.5], "", outcome=None)
+    report = ActorRow(
+        actor="a", policy_version=0, num_generated_tokens=9, num_groups_sent=0, num_running_completions=1, seconds={}
+    )
+    with (run / "metrics.jsonl").open("ab") as file:
+        for second in range(600):
+            file.write(encode_row(msgspec.structs.replace(report, time=START + second)))
+        file.write(b'{"kind":"actor","time":1e9')
+    (listed,) = list_runs([run], now=START + 610)
+    assert (listed.state, listed.last_time) == ("running", START + 599)
 
 
 def test_runs_of_a_sweep_over_several_settings_are_listed(tmp_path: Path) -> None:
