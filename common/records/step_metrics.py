@@ -164,7 +164,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("time/snapshot_s", "s", "Time of copying and announcing the weights, divided by the steps."),
     Metric("staleness/bound", "optimizer steps", "staleness.max_staleness as it is at the end of the batch."),
     Metric("staleness/lease_limit", "leases", "Largest number of open leases (`staleness.target`), at the end of the batch."),
-    Metric("staleness/over_bound", "groups", "Groups of the step whose policy lag is above the bound."),
+    Metric("staleness/over_bound", "groups", "Groups of the step whose lag, by staleness.lag_of, is above the bound."),
     Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
     Metric("actors/number", "actors", "Actors that take leases at the end of the batch."),
     Metric("actors/spare", "share", "Lease slots without a lease, averaged over the time since the last batch."),

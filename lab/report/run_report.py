@@ -175,7 +175,7 @@ def _clip_figure(history: RunHistory) -> page.KeyFigure:
     fractions = _numbers(history, "clip/fraction")
     if not fractions:
         return page.KeyFigure("Clipped", "–", "", "no step yet")
-    note = f"of completions; highest step {max(fractions):.1%}"
+    note = f"mean over completions; highest step {max(fractions):.1%}"
     return page.KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
 
 

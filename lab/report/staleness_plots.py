@@ -60,10 +60,11 @@ _CLIP_SIDES = (
 
 
 def clip_fraction(history: RunHistory) -> figures.Plot:
-    """Return the share of completions outside the clip band, by sign of the advantage and side of the band."""
+    """Return the share of a completion's tokens outside the clip band, by sign of the advantage and side of the band."""
     caption = (
-        "Share of completions whose sequence ratio left the clip band: the two strong colors lose their gradient, "
-        "the two pale ones keep it (A < 0, above, no more than loss.dual_clip leaves, where that is set)."
+        "Share of a completion's tokens whose ratio left the clip band, averaged over completions (of a sequence ratio all or "
+        "none of its tokens): PPO's clip takes the gradient of the two strong colors, "
+        "and leaves that of the two pale ones (A < 0, above, no more than loss.dual_clip leaves, where that is set)."
     )
     traces: list[figures.Trace] = []
     steps: list[float] = []
@@ -78,7 +79,7 @@ def clip_fraction(history: RunHistory) -> figures.Plot:
         traces.append(figures.line_trace(noise_steps, noise, label, figures.INK, look, mode="lines"))
         caption = f"{caption[:-1]}. Strong colors above the dashed line are drift, below it what engine noise alone clips."
     y_axis = {"tickformat": ".1~%", "rangemode": "tozero"}
-    layout = figures.step_layout("optimizer step", steps, "share of completions", y=y_axis)
+    layout = figures.step_layout("optimizer step", steps, "share of tokens", y=y_axis)
     layout["legend"]["traceorder"] = "normal"
     return figures.Plot("Clip fraction", caption, traces, layout, missing="No step has recorded its clip fractions.")
 
@@ -143,8 +144,8 @@ def clip_by_lag(drift: Sequence[LagDrift]) -> figures.Plot:
     traces = [figures.bar_trace(shares, name, color, "%{y:.1%}") for name, color, shares in parts if shares]
     return figures.Plot(
         "Clipped and masked by policy lag",
-        "Share of the completions of each lag whose gradient the clip band made zero, and of their tokens that the off-policy "
-        "correction masked.",
+        "Share of a completion's tokens whose gradient a clip made zero, averaged over the completions of each lag, and share "
+        "of all their tokens that the off-policy correction masked.",
         traces,
         figures.lag_layout("share", y={"tickformat": ".1~%", "rangemode": "tozero"}) | {"barmode": "group", "bargap": 0.3},
         missing=_NO_DRIFT,

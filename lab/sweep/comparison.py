@@ -144,7 +144,9 @@ def _learning(runs: Sequence[ComparedRun]) -> list[Plot]:
 def _staleness(runs: Sequence[ComparedRun]) -> list[Plot]:
     return [
         _metric_plot("Policy lag", "optimizer steps", "Mean lag of the groups of each step", runs, "lag/mean"),
-        _metric_plot("Clipped", "share", "Share of completions that the objective clipped", runs, "clip/fraction"),
+        _metric_plot(
+            "Clipped", "share", "Mean share of a completion's tokens that the objective clipped", runs, "clip/fraction"
+        ),
         _metric_plot("Spread of the log ratio", "nats", "Standard deviation of the log sequence ratio", runs, "ratio/log_std"),
         _metric_plot("Waiting", "seconds", "Seconds of each step that the learner waited", runs, "time/wait_rollouts_s"),
     ]

@@ -79,7 +79,7 @@ def lag(summary: Summary) -> figures.Plot:
 
 def drift(summary: Summary) -> figures.Plot:
     """Return the spread of the log-ratio and the clip fraction."""
-    caption = "Standard deviation of the log sequence ratio, and share of completions clipped; means over seeds."
+    caption = "Standard deviation of the log sequence ratio, and share of a completion's tokens clipped; means over seeds."
     parts = (("log_ratio_std", "std of log ratio", figures.BLUE), ("clip_fraction", "clip fraction", figures.GOLD))
     return _bar_plot("Drift", caption, "", summary, parts, {"rangemode": "tozero"})
 

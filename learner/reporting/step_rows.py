@@ -140,7 +140,7 @@ class StepRows:
 def _log_first_ratio(first: StepRow) -> None:
     logger.info(
         "Sanity check at the first step (lag up to %d): engine and learner log-probs differ by a mean ratio error of %.1e, "
-        "%.1f%% of completions clipped, KL %.2e per token (k3)",
+        "%.1f%% clipped, KL %.2e per token (k3)",
         first.measured("lag/max"),
         first.measured("ratio/first"),
         100 * first.measured("clip/fraction"),

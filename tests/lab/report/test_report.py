@@ -316,6 +316,12 @@ def test_run_without_evaluations_has_no_section_about_them(tmp_path: Path):
     assert "No evaluation has measured pass@k." in text_of(page) and "Held-out reward by set" not in page
 
 
+def test_clips_are_told_as_shares_of_tokens_which_an_objective_may_clip_one_by_one(tmp_path: Path):
+    text = text_of(report_of(tmp_path, [step(1, {"0": 3})]))
+    assert "Clipped 25.0% mean over completions" in text
+    assert "Share of a completion's tokens whose ratio left the clip band" in text
+
+
 def test_clips_that_noise_alone_makes_are_a_line_across_all_clips_where_the_floor_is_known(tmp_path: Path):
     without = figure_titled(report_of(tmp_path, [step(1, {"0": 3}), step(2, {"0": 3})]), "Clip fraction")["data"]
     rows = [step(1, {"0": 3}, **{"clip/noise": 0.2}), step(2, {"0": 3}, **{"clip/noise": 0.1})]
