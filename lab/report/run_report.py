@@ -22,6 +22,7 @@ from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.sections import evaluation_samples_sections, evaluation_sections, health_section, samples_section
 from offbeat.lab.run_summary import RunSettings, read_settings, state_without_end
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
+from offbeat.protocols.text import encodable
 
 REPORT_FILE = "report.html"
 
@@ -58,7 +59,7 @@ def read_report(run_folder: Path) -> page.Page:
         raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
     broken_lines: list[int] = []
     history = fold_rows(read_rows(rows_file, broken_lines))
-    return _page(run_folder.resolve().name, history, read_settings(run_folder), broken_lines, time.time())
+    return _page(encodable(run_folder.resolve().name), history, read_settings(run_folder), broken_lines, time.time())
 
 
 def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> page.Page:

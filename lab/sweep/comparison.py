@@ -17,6 +17,7 @@ from offbeat.lab.run_summary import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, reward_curves
 from offbeat.lab.sweep.plots import NUM_SMOOTHED_STEPS, smooth
+from offbeat.protocols.text import encodable
 
 MOST_RUNS = len(ACTOR_COLORS)
 """Most runs of a page: as many as there are colors that the eye tells apart."""
@@ -69,7 +70,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     shortest = min(map(len, parts))
     num_first = _num_equal(parts, shortest)
     num_last = _num_equal([one[::-1] for one in parts], shortest - num_first)
-    return ["/".join(one[num_first : len(one) - num_last]) or one[-1] for one in parts]
+    return [encodable("/".join(one[num_first : len(one) - num_last]) or one[-1]) for one in parts]
 
 
 def _num_equal(parts: Sequence[tuple[str, ...]], most: int) -> int:

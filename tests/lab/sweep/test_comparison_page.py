@@ -1,12 +1,14 @@
 """The page that compares runs: each run in one color, the settings that differ, and runs of any version."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.common.errors import SettingError
+from offbeat.lab.report.run_report import write_report
 from offbeat.lab.run_summary import read_settings
 from offbeat.lab.sweep.comparison import MOST_RUNS, differing_settings, write_comparison
 from tests.lab.report.test_report import figure_titled, text_of
@@ -57,6 +59,13 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     page = write_comparison(folders, tmp_path / "page.html").read_text()
     assert [trace["name"] for trace in figure_titled(page, "Reward by rollouts")["data"]] == ["x", "y"]
     assert "They differ in no setting." in page
+
+
+def test_folders_whose_names_are_not_utf8_have_pages(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / os.fsdecode(name), [0.5], "") for name in (b"run-\xfe", b"run-\xff")]
+    page = write_comparison(folders, tmp_path / "page.html").read_text()
+    assert [trace["name"] for trace in figure_titled(page, "Reward by rollouts")["data"]] == ["run-\\udcfe", "run-\\udcff"]
+    assert "run-\\udcfe" in write_report(folders[0]).read_text()
 
 
 def test_settings_differ_by_their_values(tmp_path: Path) -> None:
