@@ -155,8 +155,9 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         '# metrics.bind = "0.0.0.0:9400"\n  - job_name: offbeat-actors\n    static_configs:\n'
         '      - targets: ["actor-0:9401", "actor-1:9401"]  # metrics.actor_bind = "0.0.0.0:9401"\n```',
         "Import [monitoring/grafana.json](monitoring/grafana.json) for a Grafana dashboard of these numbers, and load "
-        "[monitoring/alerts.yaml](monitoring/alerts.yaml) for alerts. Numbers whose names end with `_total` are counters since "
-        "the process started; all others are gauges. Numbers of a step are those of the newest step.",
+        "[monitoring/alerts.yaml](monitoring/alerts.yaml) for alerts. Numbers whose names end with `_total` are counters: of "
+        "leases and actors' hours since the beginning of the run, of all else since the process started. All others "
+        "are gauges. Numbers of a step are those of the newest step.",
         "Prometheus 2.42 has scraped a real run with these rules: 28 of the 30 panels had data, and the other two need a judge "
         "or an environment. Grafana itself has not shown the dashboard yet; Grafana's own library (`grafana-foundation-sdk`) "
         "reads the file without a loss.",
