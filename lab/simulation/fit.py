@@ -152,10 +152,10 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
 
 def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
     """Read the times of the run's last learner process: a restart may have undone the steps of those before."""
-    leases = LeaseHistories()
+    leases, started_at = LeaseHistories(), 0.0
     for event in events:
         if isinstance(event, Started):
-            leases = LeaseHistories()
+            leases, started_at = LeaseHistories(), event.at
         leases.take(event)
     ended = (lease for lease in leases.by_lease.values() if lease.granted and (lease.accepted or lease.over))
     run_times = RunTimes(sorted(ended, key=ended_at))
@@ -169,6 +169,9 @@ def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
             run_times.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row.time))
     num_commits = Counter(row.actor for row in history.commits)
     for row in history.commits:
+        # The processes before may have sent the same versions.
+        if row.time < started_at:
+            continue
         name, committed_at = row.actor, row.time
         arrived_at = committed_at - row.stall_s
         run_times.arrivals.setdefault(row.policy_version, []).append(arrived_at)

@@ -120,13 +120,19 @@ def test_only_the_last_learner_process_is_read() -> None:
         granted(1, 1.0),
         accepted(0, 2.0, (1,), 1.0),
         trained(0, 3.0),
-        STARTED,
+        Started(at=8.0, run_id="r", learner_incarnation=2, policy_version=0),
         accepted(1, 9.0, (1,), 1.0),
         granted(5, 9.0),
         accepted(5, 11.0, (4,), 1.5),
     ]
-    rows = [StepRow(time=3.5, policy_version=1, metrics={"time/step_s": 1.0, "time/wait_rollouts_s": 0.0})]
+    rows = [
+        StepRow(time=3.5, policy_version=1, metrics={"time/step_s": 1.0, "time/wait_rollouts_s": 0.0}),
+        CommitRow(time=4.0, actor="a", policy_version=1, stall_s=0.5),
+        CommitRow(time=12.0, actor="a", policy_version=1, stall_s=0.5),
+        EvalRow(time=13.0, policy_version=1, reward=0.5, length=1.0, num_completions=1, num_failed=0),
+    ]
     run_times = read_times(fold_rows(rows), events)
+    assert (run_times.arrivals, run_times.evaluations) == ({1: [11.5]}, [(11.5, 13.0)])
     assert [(lease.lease_id, lease.granted_at, lease.lengths) for lease in run_times.leases] == [(5, 9.0, (4,))]
     assert run_times.batches == []
 
