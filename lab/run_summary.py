@@ -15,7 +15,7 @@ from rich.text import Text
 from offbeat.common.formats import duration, number
 from offbeat.common.records.rows import EventRow, FinalRow, OtherRow, Row, StepRow
 from offbeat.common.records.run_folder import CONFIG_FILE
-from offbeat.common.records.writer import ROWS_FILE, newest_time, read_rows_of
+from offbeat.common.records.writer import ROWS_FILE, newest_row, read_rows_of
 from offbeat.lab.terminal import table
 from offbeat.learner.diagnostics.health import update_troubles
 from offbeat.protocols.text import encodable
@@ -50,6 +50,16 @@ class ProcessTimes:
             # The process knows how long it took to its first row, too.
             start = row.time - row.wall_s
         self._spans[-1] = min(start, row.time), max(end, row.time)
+
+
+def read_wall_s(run_folder: Path) -> float:
+    """Return `ProcessTimes.wall_s` of the run in a folder so far; 0 where it has no rows."""
+    times = ProcessTimes()
+    for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EventRow, FinalRow):
+        times.take(row)
+    if (newest := newest_row(run_folder / ROWS_FILE)) is not None:
+        times.take(newest)
+    return times.wall_s
 
 
 class EndedRun(msgspec.Struct, frozen=True):
@@ -102,7 +112,9 @@ def read_end(run_folder: Path) -> EndedRun | None:
     if last_time is None:
         return None
     # A step may take minutes; actors report all the time.
-    last_time = max(last_time, newest_time(run_folder / ROWS_FILE) or last_time)
+    if (newest := newest_row(run_folder / ROWS_FILE)) is not None:
+        times.take(newest)
+        last_time = max(last_time, newest.time)
     version = final.policy_version if final is not None else step.policy_version if step is not None else 0
     return EndedRun(
         outcome=None if final is None else final.outcome,

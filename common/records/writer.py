@@ -204,12 +204,14 @@ def read_rows_of(path: Path, *kinds: type[Kind]) -> Iterator[Kind]:
                 yield row
 
 
-def newest_time(path: Path) -> float | None:
-    """Return the time of the newest row of any kind; None where the end of the file has no undamaged row."""
+def newest_row(path: Path) -> rows.Row | None:
+    """Return the newest row of any kind; None where the end of the file has no undamaged row, or there is no file."""
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
-        found = map(rows.decode_row, file)
-        return max((row.time for row in found if isinstance(row, rows.Stamped)), default=None)
+        found = (row for line in file if isinstance(row := rows.decode_row(line), rows.ROW_TYPES))
+        return max(found, key=lambda row: row.time, default=None)
 
 
 def scalars_of(row: rows.StepRow | rows.EvalRow) -> dict[str, float]:

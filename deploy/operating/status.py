@@ -12,16 +12,14 @@ from rich.text import Text
 from offbeat.common.errors import ServiceError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.rows import Stamped
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
-from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.deploy.operating.link import OpenLink, ask_status, ask_status_over
-from offbeat.lab.run_summary import EndedRun, read_end
+from offbeat.lab.run_summary import EndedRun, read_end, read_wall_s
 from offbeat.lab.terminal import FittedTable, print_result, table
 from offbeat.protocols.messages import SettingChange, StatusReport, Vitals
 
 _LEAST_GROWTH_S = 10.0
-"""Age of a run from which its growth in an hour is told."""
+"""Seconds that a run has taken from which its growth in an hour is told."""
 WATCH_INTERVAL_S = 1.0
 """Seconds between two questions of `--watch`."""
 
@@ -119,9 +117,7 @@ def render_files(folder: Path) -> Iterator[Text]:
     total = sum(sizes.values())
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MB" for name, size in sizes.items())
     text = f"files in {folder}: {total / 2**20:,.0f} MB ({parts})"
-    rows = folder / ROWS_FILE
-    first = next(iter(read_rows(rows)), None) if rows.exists() else None
-    if isinstance(first, Stamped) and (seconds := rows.stat().st_mtime - first.time) >= _LEAST_GROWTH_S:
+    if (seconds := read_wall_s(folder)) >= _LEAST_GROWTH_S:
         grown = sum(size for name, size in sizes.items() if name not in (CHECKPOINTS, MODEL))
         text += f"; {grown / 2**20 / seconds * 3600:,.0f} MB an hour besides checkpoints"
     yield Text(text)

@@ -2,7 +2,6 @@
 
 import io
 import re
-import time
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from offbeat.common.errors import ServiceError
-from offbeat.common.records.rows import EventRow
+from offbeat.common.records.rows import EventRow, StepRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.operating import link as questions
 from offbeat.deploy.operating.link import OpenLink
@@ -73,7 +72,11 @@ def test_report_shows_reward_lag_bound_time_left_and_health() -> None:
 
 def test_files_of_a_run_are_shown_with_their_growth(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write(EventRow(time=time.time() - 1800, event="run_started", detail="x" * (1 << 20)))
+        metrics.write(EventRow(time=1000.0, event="run_started", detail="x" * (1 << 20)))
+        metrics.write(StepRow(time=1900.0, policy_version=1, metrics={}))
+        # The pause before a restart does not count.
+        metrics.write(EventRow(time=90000.0, event="run_started", detail=""))
+        metrics.write(StepRow(time=90900.0, policy_version=2, metrics={}))
     for name, num_mb in (("log/00000001.log", 3), ("checkpoints/step-00000001/model.bin", 5)):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(bytes(num_mb << 20))
