@@ -114,9 +114,9 @@ def _results(runs: Sequence[ComparedRun], now: float) -> PageSection:
         )
     columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Time", "Tokens / s", "Learner idle", "Lag", "Clipped")
     caption = Caption(
-        f"A final reward is the mean of the last {NUM_FINAL_STEPS} steps, the held-out one that of the newest evaluation. The "
-        "clock of a run starts with its first batch of rollouts. One run of each kind proves little: offbeat sweep compares "
-        "over seeds, with intervals."
+        f"A final reward is the mean of the last {NUM_FINAL_STEPS} steps, the held-out one that of the newest evaluation. "
+        "Lags are those of each group's last step. The clock of a run starts with its first batch of rollouts. One run of each "
+        "kind proves little: offbeat sweep compares over seeds, with intervals."
     )
     return PageSection("Results", "The runs in numbers.", [Card([Table(columns, rows, 2), caption])])
 

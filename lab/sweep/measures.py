@@ -41,7 +41,7 @@ class RunMeasures:
     actor_shares: dict[str, float]
     """Shares of the actors' main-loop time by kind of work, all actors together."""
     lag_mean: float | None
-    """Mean policy lag of the trained groups, in optimizer steps."""
+    """Mean policy lag of the trained groups in their last step, in optimizer steps."""
     lag_max: int | None
     kl_behavior_policy: float | None
     """`kl/behavior_policy_k3`, mean over steps, in nats per token."""

@@ -187,8 +187,8 @@ def _staleness(summary: Summary) -> page.PageSection:
         "Std of log ratio": _shown("log_ratio_std", ".4f"),
     }
     caption = (
-        "Mean and standard deviation between seeds, of means over each run's steps. Lags are in optimizer steps, the largest "
-        "is the mean of each run's largest; KL is the k3 estimate in nats per token."
+        "Mean and standard deviation between seeds, of means over each run's steps; lags are those of each group's last "
+        "step, in optimizer steps, the largest is the mean of each run's largest; KL is the k3 estimate in nats per token."
     )
     plots = (sweep_plots.lag(summary), sweep_plots.drift(summary))
     lead = "How old were the rollouts, and how far had the policy moved on?"
