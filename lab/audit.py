@@ -25,6 +25,8 @@ from offbeat.learner.leases.log_reading import Gap, LogDamagedError, Position, r
 from offbeat.learner.leases.prompt_stream import PromptTurn
 from offbeat.learner.training import checkpoints
 
+_READABLE = "the rollout log is readable to its end"
+
 
 class Check(NamedTuple):
     """One claim about the run, with the violations found."""
@@ -259,6 +261,8 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
     final = final_row(run)
     if (run / LOG).exists():
         checks += audit_log(run / LOG, config, final, lost)
+    elif config.log.enabled:
+        checks.append(Check(_READABLE, [f"{run / LOG} does not exist"], ""))
     return [
         *checks,
         check_canaries(list(read_rows_of(run / ROWS_FILE, CanaryRow)), _tolerances(run, config)),
@@ -313,7 +317,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
     num_batches = f"{len(log.batches)} batches kept, {log.num_undone} undone by {max(log.num_starts - 1, 0)} restarts"
     num_accepted = sum(life.is_accepted for life in log.leases.values())
     return [
-        Check("the rollout log is readable to its end", damage, "; ".join([f"{num_records} records", *remarks])),
+        Check(_READABLE, damage, "; ".join([f"{num_records} records", *remarks])),
         Check("every lease ends once", log.lease_flaws, f"{len(log.leases)} leases"),
         Check("no group is trained twice, each was accepted", log.training_flaws, num_batches),
         Check("accepted groups are whole", group_flaws, f"{num_accepted} groups"),

@@ -1,5 +1,6 @@
 """The audit sees each thing that must not happen, in histories made by hand."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,16 @@ def test_run_is_audited_from_its_folder(tmp_path: Path) -> None:
     assert find(audited(broken), "no group is trained twice").violations == [
         "lease 10: trained at version 2, but it had ended: trained"
     ]
+
+
+def test_log_that_is_gone_is_a_violation_unless_the_run_kept_none(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
+    run = write_run(tmp_path / "run", tmp_path / "train.jsonl", GOOD)
+    shutil.rmtree(run / "log")
+    assert find(audited(run), "the rollout log").violations == [f"{run / 'log'} does not exist"]
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("[log]\nenabled = true", "[log]\nenabled = false"))
+    assert not any(check.violations for check in audited(run))
 
 
 def test_sizes_of_epochs_are_the_logs_and_not_those_of_the_data_as_it_is_now(tmp_path: Path) -> None:
