@@ -21,7 +21,7 @@ from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.sections import evaluation_samples_sections, evaluation_sections, health_section, samples_section
 from offbeat.lab.run_summary import RunSettings, read_settings, state_without_end
-from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
+from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_LEASES, MIN_SHARE
 from offbeat.protocols.text import encodable
 
 REPORT_FILE = "report.html"
@@ -297,7 +297,7 @@ def _bias(report: drift.DriftReport) -> page.PageSection:
     note = page.Caption(
         "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
         "same time. Effect: rank-biserial correlation, from -1 to 1; "
-        f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g} and {MIN_SHARE:.0%} of the leases."
+        f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g}, and {MIN_SHARE:.0%} and {MIN_LEASES} of the leases."
     )
     return page.PageSection("Bias", lead, [page.Card([*blocks, note])])
 

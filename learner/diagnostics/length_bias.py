@@ -72,6 +72,9 @@ MIN_EFFECT = 0.2
 the probability that the first side's is the longer minus the probability that it is the shorter."""
 MIN_SHARE = 0.01
 """Smallest share of dropped leases that raises an alarm."""
+MIN_LEASES = 20
+"""Fewest leases of either side that raise an alarm. With fewer, most of them of one length, a single other one has a p-value of
+1e-4: the test is an approximation."""
 NUM_NEIGHBORS = 250
 """Leases in a block that ranks are taken within, about."""
 MONITOR_WINDOW = 1000
@@ -172,7 +175,8 @@ class BiasTest(msgspec.Struct, frozen=True):
 
     def is_alarming(self, max_p: float = MAX_P) -> bool:
         """Return whether the difference is significant, large, and about more than a few leases."""
-        return self.p_value < max_p and abs(self.effect) >= MIN_EFFECT and self.share >= MIN_SHARE
+        is_many = self.share >= MIN_SHARE and min(self.count, self.num_others) >= MIN_LEASES
+        return is_many and self.p_value < max_p and abs(self.effect) >= MIN_EFFECT
 
 
 class Lateness(msgspec.Struct, frozen=True):

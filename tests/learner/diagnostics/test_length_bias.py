@@ -177,7 +177,14 @@ def test_alarm_needs_significance_size_and_more_than_a_few():
     assert not BiasTest("length", 100, 900, 2.0, 1.0, 0.5, 1e-2).is_alarming()
     assert not BiasTest("length", 100, 900, 2.0, 1.0, 0.1, 1e-9).is_alarming()
     assert not BiasTest("length", 5, 995, 2.0, 1.0, 0.9, 1e-9).is_alarming()
+    assert not BiasTest("length", 19, 900, 2.0, 1.0, 0.9, 1e-9).is_alarming()
     assert BiasTest("length", 100, 900, 1.0, 2.0, -0.5, 1e-9).is_alarming(), "dropping what is short is bias too"
+
+
+def test_single_group_of_another_length_among_a_few_drops_raises_no_alarm() -> None:
+    equal = [EndedLease(number, "trained", length=6.0, duration_s=1.0, reward=0.5) for number in range(120)]
+    dropped = [lease._replace(outcome="dropped", reason="stale") for lease in equal[:4]]
+    assert bias_report([*equal, *dropped[:3], dropped[3]._replace(length=5.75)]).alarm is None
 
 
 def test_random_drops_raise_no_alarm_even_where_lengths_grow_and_drops_come_late():
