@@ -13,6 +13,7 @@ from offbeat.common.records.rows import EventRow, LedgerSums
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, read_run_history
 from offbeat.lab.terminal import print_result, table
 from offbeat.learner.diagnostics import length_bias
+from offbeat.learner.dispatch.lease_desk import LATE
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
 """Outcome of a lease that ended without a group, by the event that tells of it."""
@@ -59,7 +60,9 @@ def _unfinished(row: EventRow) -> length_bias.EndedLease | None:
     if row.event not in _UNFINISHED_OUTCOMES or row.lease_id is None:
         return None
     reason = "aborted" if row.event == "lease_aborted" else row.detail
-    duration_s = math.nan if row.after_s is None else row.after_s
+    # The time until an actor was lost or left says nothing about its groups.
+    is_slow = row.event == "lease_aborted" or row.detail.startswith(LATE)
+    duration_s = math.nan if row.after_s is None or not is_slow else row.after_s
     return length_bias.EndedLease(row.lease_id, _UNFINISHED_OUTCOMES[row.event], reason, duration_s=duration_s)
 
 

@@ -120,7 +120,7 @@ class EndedLease(NamedTuple):
     length: float = math.nan
     """Mean tokens of its completions."""
     duration_s: float = math.nan
-    """Time that its group took to generate; without a group, time until the lease was given up, a lower bound."""
+    """Time that its group took to generate; without a group, time until the lease was late or too stale, a lower bound."""
     reward: float = math.nan
     """Mean reward of its completions, before any scaling or penalty."""
     taken_at: float = math.nan

@@ -26,6 +26,8 @@ from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.protocols.messages import Cancel, GroupDone, Sampling
 from offbeat.protocols.wire import Frame
 
+LATE = "no group within"
+"""Beginning of the reason for which a late lease is taken back."""
 FinishEvaluation = Callable[[EvalRow, Mapping[int, tuple[Rollout, ...]]], None]
 """Records the row of a finished evaluation, now or later; takes its completions by prompt."""
 
@@ -251,7 +253,7 @@ class LeaseDesk:
         late = {lease_id for lease_id, deadline in self.deadlines.items() if deadline < now}
         for member in roster if late else ():
             for lease_id in sorted(member.lease_ids & late):
-                reason = f"no group within {self._timeout_s:g} s"
+                reason = f"{LATE} {self._timeout_s:g} s"
                 self.cancel(member, [lease_id])
                 if self._evaluations.holds(lease_id):
                     # An attempt, because a prompt that is late each time would hold up its round forever.

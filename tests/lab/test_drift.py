@@ -126,6 +126,7 @@ def test_leases_end_in_the_order_of_time_those_without_a_group_included():
         group(3, 10, taken_at=4.0),
         event("lease_expired", 1, "no group within 60 s", after_s=60.0),
         event("lease_aborted", 2, "too stale to be trained on"),
+        event("lease_expired", 4, "actor_lost", after_s=15.0),
         event("lease_expired", 3, "the learner was restarted, and then it came all the same"),
         event("actor_joined", 5),
         group(0, 20, taken_at=0.5, outcome="dropped"),
@@ -135,10 +136,12 @@ def test_leases_end_in_the_order_of_time_those_without_a_group_included():
         (0, "dropped", "stale"),
         (1, "expired", "no group within 60 s"),
         (2, "dropped", "aborted"),
+        (4, "expired", "actor_lost"),
         (3, "trained", ""),
     ]
     assert ended[1].duration_s == 60.0
-    assert ended[3] == EndedLease(3, "trained", "", 10.0, 1.0, 0.5, START + 4)
+    assert math.isnan(ended[3].duration_s), "that its actor was silent for long is no sign of a long group"
+    assert ended[4] == EndedLease(3, "trained", "", 10.0, 1.0, 0.5, START + 4)
 
 
 def test_long_groups_that_were_dropped_are_an_alarm():
