@@ -66,7 +66,7 @@ class EndedRun(msgspec.Struct, frozen=True):
     """The rows of a run so far, in short."""
 
     outcome: str | None
-    """`finished`, `stopped` or `failed`; None without a final row: the run goes on, hangs or was killed."""
+    """`finished`, `stopped`, `paused` or `failed`; None without a final row: the run goes on, hangs or was killed."""
     detail: str
     """The signal that stopped the run, or the error that ended it."""
     policy_version: int
@@ -182,7 +182,7 @@ class ListedRun(msgspec.Struct, frozen=True):
 
     folder: str
     state: str
-    """`finished`, `stopped` or `failed`; `running` while rows come; `unfinished` where they ended without a final one."""
+    """`EndedRun.outcome`; without it `running` while rows come, and `unfinished` where they ended."""
     policy_version: int
     num_steps: int | None
     """`train.num_steps`; None where the settings cannot be read."""

@@ -355,7 +355,7 @@ class FinalRow(Stamped, frozen=True, kw_only=True, tag="final"):
     ledger: LedgerSums
     """Sums over all leases of the run."""
     outcome: str
-    """`finished`, `stopped` or `failed`."""
+    """`finished`, `stopped`, `paused` (`run.grace_s`) or `failed`."""
     detail: str
     """The signal that stopped the run, or the error that ended it."""
 
