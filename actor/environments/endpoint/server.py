@@ -108,6 +108,8 @@ class Endpoint:
                 return await self._handle(request, dialect)
             except CallRefused as refused:
                 return _problem(refused, dialect)
+            except RecursionError:
+                return _problem(CallRefused("the request is nested too deeply"), dialect)
             except ClientDisconnect:
                 return _json({}, HUNG_UP)
 
@@ -162,7 +164,7 @@ async def _read(request: "Request") -> dict[str, Any]:
             raise CallRefused(f"the request has more than {MAX_BODY_BYTES} bytes", status=413)
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallRefused(f"the request is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise CallRefused("the request is no JSON object")

@@ -342,7 +342,7 @@ def test_another_episodes_secret_is_of_no_use() -> None:
 MALFORMED = [
     (b"{", "no JSON"),
     (b"[1]", "no JSON object"),
-    (b"[" * 100_000, "no JSON"),
+    (b"[" * 100_000, "nested too deeply"),
     (b"{}", "messages is not a list of objects"),
     (b'{"messages": []}', "messages is empty"),
     (b'{"messages": [{"role": "king", "content": "x"}]}', "messages[0].role = 'king'"),
@@ -361,6 +361,18 @@ def test_malformed_request_is_refused_with_its_field() -> None:
                 answer = await http.post(f"{game.url}/chat/completions", content=body)
                 assert answer.status_code == 400
                 assert problem in answer.json()["error"]["message"]
+
+    asyncio.run(play())
+
+
+def test_request_is_answered_however_deeply_it_is_nested() -> None:
+    async def play() -> None:
+        # No prompt fits: a request that can be read is refused, too.
+        async with playing(max_length=1) as game, plain_client() as http:
+            for depth in range(900, 1000, 5):
+                metadata = "[" * depth + "]" * depth
+                body = f'{{"messages": [{{"role": "user", "content": "x"}}], "metadata": {metadata}}}'
+                assert (await http.post(f"{game.url}/chat/completions", content=body)).status_code == 400
 
     asyncio.run(play())
 
