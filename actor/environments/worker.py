@@ -42,6 +42,7 @@ from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import PrintedText
 from offbeat.common.settings.config import Environment
 from offbeat.common.user_code.environment_function import PlayFunction, load_environment, offer_tools
+from offbeat.protocols.fields import MAX_PARTS
 
 NUM_THREADS = 512
 """Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's
@@ -132,15 +133,19 @@ class Worker:
 
     def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> Ended:
         session = self._sessions.get(episode.play.episode)
-        if session is not None and self._begin.settings.sampling == "override":
-            episode.metrics["overridden_requests"] = float(session.num_overrides)
+        counts: dict[str, float] = {}
         if session is not None:
-            episode.metrics["repeated_requests"] = float(session.num_repeated)
+            counts["repeated_requests"] = float(session.num_repeated)
+        if session is not None and self._begin.settings.sampling == "override":
+            counts["overridden_requests"] = float(session.num_overrides)
         reward = reward_of(0.0 if returned is None else returned, {})
+        parts = parts_of({**reward.parts, **episode.metrics})
+        # Only where the user's own parts leave room: an episode with more than `MAX_PARTS` fails.
+        parts |= dict(list(counts.items())[: MAX_PARTS - len(parts)])
         return Ended(
             episode=episode.play.episode,
             reward=reward_of(reward.total + episode.rewards, {}).total,
-            parts=parts_of({**reward.parts, **episode.metrics}),
+            parts=parts,
             is_out_of_room=is_out_of_room,
             turn_rewards={number: reward_of(value, {}).total for number, value in episode.turn_rewards.items()},
             branch_rewards={number: reward_of(value, {}).total for number, value in episode.branch_rewards.items()},

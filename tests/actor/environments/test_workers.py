@@ -73,6 +73,8 @@ async def play(chat, row):
         async with httpx.AsyncClient() as client:
             del os.environ["http_proxy"]
             return float((await client.get(f"{chat.url}/models")).status_code == 200)
+    if kind == "parts":
+        return {"reached": float(chat.url.startswith("http"))} | {f"part_{number}": 0.0 for number in range(row["turns"])}
     if kind == "metrics":
         chat.metric("bytes", 6e5)
         chat.metric("characters", 6e5)
@@ -318,6 +320,14 @@ def test_episode_without_room_whose_metric_has_a_wrong_name_fails_at_once(worker
 def test_agent_behind_a_proxy_reaches_its_endpoint(workers: Workers) -> None:
     play(workers, "1/0/0", "proxy")
     assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts={"repeated_requests": 0.0}, is_out_of_room=False)]
+
+
+@pytest.mark.parametrize("num_parts", [31, 32])
+def test_reward_of_an_agents_episode_has_as_many_parts_as_another(num_parts: int, workers: Workers) -> None:
+    play(workers, "1/0/0", "parts", turns=num_parts - 1)
+    (ended,) = next_news(workers)
+    assert isinstance(ended, Ended)
+    assert (ended.reward, len(ended.parts), "repeated_requests" in ended.parts) == (1.0, 32, num_parts == 31)
 
 
 def test_metrics_are_no_part_of_the_sum_that_a_reward_is(workers: Workers) -> None:
