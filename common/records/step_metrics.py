@@ -142,7 +142,12 @@ STEP_METRICS: tuple[Metric, ...] = (
         "Share of the targets' variance over tokens that the values before the update explain: 1 - var(R - V) / var(R).",
         "the run has a critic, and the targets differ",
     ),
-    Metric("loss/replay_changed_slots", "share", "Replayed experts that the routers would not have chosen.", _REPLAYED),
+    Metric(
+        "loss/replay_changed_slots",
+        "share",
+        "Replayed experts that the routers would not have chosen, where completion tokens are predicted.",
+        _REPLAYED,
+    ),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
     Metric("loss/learning_rate", "", "Learning rate of the step, scaled where train.on_policy_ess is set."),

@@ -152,10 +152,10 @@ class Networks:
     def _run(self, network: nn.Module, packed: Pack) -> Outputs:
         """Run a `CompletionLogprobs`, or the DeepSpeed engine around one."""
         if packed.experts is None or self.packs:
-            self._replay.force(packed.experts)
+            self._replay.force(packed.experts, places=packed.predictors)
         else:
             rows = whole_rows(packed.spans, packed.experts.device)
-            self._replay.force(packed.experts[rows.inputs.flatten()], places=rows.places)
+            self._replay.force(packed.experts[rows.inputs.flatten()], places=rows.places[packed.predictors])
         logprobs, entropies, values = network(*packed.inputs, self._config.rollout.temperature, packed.images)
         return Outputs(
             unpack(logprobs, packed.lengths),

@@ -347,3 +347,13 @@ def test_replayed_routing_is_that_from_before_the_update(tiny_moe_model: Path) -
     assert "loss/replay_changed_slots" not in first_alone
     # A score has other tokens than the batch, for which nothing is told.
     assert not np.allclose(replayed, alone)
+
+
+def test_share_of_changed_slots_is_the_same_in_micro_batches_of_another_size(tiny_moe_model: Path) -> None:
+    loss = {"anchor": "proximal", "routing_replay": "recomputed"}
+    shares: list[float] = []
+    # In the small ones a prompt is computed again, beside the rest of its completions.
+    for size in (4096, 25):
+        with running(make_config(tiny_moe_model, loss=loss, steps_per_batch=2, micro_batch_tokens=size)) as trainer:
+            shares.append(trainer.train_batch(make_groups(6))[1]["loss/replay_changed_slots"])
+    assert shares[0] == pytest.approx(shares[1], abs=0.002)
