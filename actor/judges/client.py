@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -254,7 +255,7 @@ class JudgeClient:
                 if len(content) > LARGEST_ANSWER:
                     raise _Unusable(f"its answer has more than {LARGEST_ANSWER} bytes")
         if response.status_code in TRANSIENT_STATUS or response.status_code >= 500:
-            retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            retry_after_s = _retry_after_s(response.headers)
             if retry_after_s is not None:
                 self._rate.pause(retry_after_s)
             raise _Unusable(f"HTTP {response.status_code} {self._shown(content)}", retry_after_s)
@@ -309,6 +310,14 @@ def verdict_of(text: str, pattern: str | None) -> Verdict | None:
     return Verdict(text, score) if math.isfinite(score) else None
 
 
-def _retry_after_s(value: str) -> float | None:
-    """Return the seconds of a `Retry-After` header; None where it has none. Dates are taken for none."""
-    return float(value) if re.fullmatch(r"\d{1,7}(\.\d{1,9})?", value.strip()) else None
+def _retry_after_s(headers: httpx2.Headers) -> float | None:
+    """Return the seconds that the header `Retry-After` asks to wait, as a number or a date; None where it asks for none."""
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"\d{1,7}(\.\d{1,9})?", value):
+        return float(value)
+    try:
+        # By the server's clock if it tells the time: this machine's may differ by more than the pause.
+        now_s = parsedate_to_datetime(headers["Date"]).timestamp() if "Date" in headers else time.time()
+        return max(0.0, parsedate_to_datetime(value).timestamp() - now_s)
+    except (ValueError, OverflowError):
+        return None

@@ -4,9 +4,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
@@ -149,13 +151,27 @@ def test_retry_after_is_heeded_by_all_calls_of_the_actor() -> None:
     assert min(fake.times[1:]) >= fake.times[0] + 0.4
 
 
-def test_long_pause_is_given_back_to_the_caller_and_no_request_breaks_it() -> None:
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("120", 120.0), ("0.5", 0.5), ("Wed, 21 Oct 2015 07:30:00 GMT", 120.0), ("Wed, 21 Oct 2015 07:00:00 GMT", 0.0),
+        ("", None), ("soon", None), ("-1", None), ("Wed, 21 Oct 2015 25:00:00 GMT", None),
+        ("Wed, 21 Oct 2015 07:30:00 +99999999999999", None),
+    ],
+)  # fmt: skip
+def test_retry_after_is_a_number_or_a_date_by_the_servers_clock(value: str, seconds: float | None) -> None:
+    headers = httpx2.Headers({"Date": "Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After": value})
+    assert client._retry_after_s(headers) == seconds
+
+
+@pytest.mark.parametrize("pause", ["3600", formatdate(time.time() + 86400, usegmt=True)], ids=["seconds", "date"])
+def test_long_pause_is_given_back_to_the_caller_and_no_request_breaks_it(pause: str) -> None:
     async def twice() -> None:
         for _ in range(2):
             with pytest.raises(RewardUnavailable, match="asked to wait"):
                 await judge("a")
 
-    with serving(lambda number, request: Answer(status=503, headers={"Retry-After": "3600"})) as fake:
+    with serving(lambda number, request: Answer(status=503, headers={"Retry-After": pause})) as fake:
         ask(fake, twice)
     assert len(fake.requests) == 1
 
