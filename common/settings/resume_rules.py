@@ -24,6 +24,7 @@ class Rule(NamedTuple):
 # A rule is `outcome | names | why`. Names are `section: setting setting`, or `setting setting / content, content`.
 _TABLE = """
 ignored | run: resume grace_s | It only says how the run ends and continues.
+ignored | hub: address bind | Each start logs its address, and `offbeat train` replaces port 0 with another port each time.
 recorded | run: dir mirror | A run's folder may be moved.
 recorded | run: max_failed_leases no_actor_timeout_s no_group_timeout_s | It only decides when to give the run up.
 refused | run: seed | The order of the prompts follows from it.
@@ -85,7 +86,7 @@ refused | train: zero_stage deepspeed | The optimizer's state is stored in a for
 recorded | train: micro_batch_tokens sequence_parallel_size activation_checkpointing | It only trades memory for time.
 recorded | train: compile | Compiled layers round differently, within a dtype's precision.
 recorded | train: checkpoint_interval keep_checkpoints | It only decides what is kept.
-recorded | hub: address bind key learner_key allowed_keys max_actors dead_after_s max_message_mb
+recorded | hub: key learner_key allowed_keys max_actors dead_after_s max_message_mb
     | It only decides how services find and trust each other.
 recorded | log: enabled fsync retain_mb min_free_mb | It only decides how groups are kept.
 recorded | weights: backend port pull_port delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval

@@ -216,6 +216,8 @@ def test_more_steps_more_actors_and_settings_of_set_are_recorded(config: Config)
         train=TrainSection(num_steps=2000, learning_rate=1e-5),
         launch=replace(config.launch, num_actors=3),
         run=replace(config.run, resume=True),
+        # As `offbeat train` does with port 0.
+        hub=replace(config.hub, address="tcp://127.0.0.1:5701"),
     )
     rows: list[Any] = []
     changes = require_same_run(identity_of(config), identity_of(other), NO_PROMPTS, NO_PROMPTS)
