@@ -87,9 +87,10 @@ class LiveSettings:
         known = check(self.config)
         warnings = [warning for warning in check(config) if warning not in known]
         texts = {setting: setting_text(config, setting) for setting in settings}
-        return Proposal(
-            {setting: text for setting, text in texts.items() if text != setting_text(self.config, setting)}, warnings
-        )
+        changed = {setting: text for setting, text in texts.items() if text != setting_text(self.config, setting)}
+        if changed and not config.log.enabled:
+            warnings.append("log.enabled = false: a restart before the next checkpoint undoes the change.")
+        return Proposal(changed, warnings)
 
     def answer(
         self, settings: Mapping[str, str], policy_version: int, change: Callable[[], tuple[SettingChange, ...]]

@@ -124,6 +124,13 @@ def test_only_new_warnings_are_told() -> None:
     assert warned.propose({"staleness.max_staleness": "8"}).warnings == []
 
 
+def test_without_a_log_a_change_comes_with_the_warning_that_a_restart_may_undo_it() -> None:
+    live = make(replace_settings(GIVEN, {"log.enabled": "false"}))
+    warning = "log.enabled = false: a restart before the next checkpoint undoes the change."
+    assert live.propose({"staleness.max_staleness": "8"}).warnings == [warning]
+    assert live.propose({"staleness.max_staleness": "4"}).warnings == [], "it is 4 already"
+
+
 def test_restart_goes_on_with_what_was_changed_last() -> None:
     live = make(GIVEN, change(staleness__max_staleness="8", train__learning_rate="1e-3"), change(staleness__max_staleness="6"))
     assert (live.config.staleness.max_staleness, live.config.train.learning_rate) == (6, 1e-3)
