@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,13 +128,17 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
         # Its progress bar has no switch.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(**place)
-            model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+            # For weights that do not fit it would refer to a table that is not shown here; `_check_shapes` names them.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **place, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            )
     # A file of another kind makes transformers raise almost anything.
     except Exception as error:
         problem = f"transformers cannot read the GGUF file ({' '.join(str(error).split())[:300]})"
         cure = "Give a model folder of the same model, or a file of an architecture that transformers reads."
         raise SettingError("model.path", str(file), problem, cure) from error
-    _check_shapes(file, model)
+    model, report = loaded
+    _check_shapes(file, model, report["mismatched_keys"])
     # With these two marks transformers would refuse to save the unpacked weights.
     model.__dict__["hf_quantizer"] = None
     model.config.__dict__.pop("quantization_config", None)
@@ -142,14 +146,18 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _check_shapes(file: Path, model: Any) -> None:
-    """Raise `SettingError` for weights that do not fit the config. transformers reads only some of a file's fields."""
+def _check_shapes(file: Path, model: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise `SettingError` for weights that do not fit the config. transformers reads only some of a file's fields.
+
+    transformers 5.19 takes such weights as they are; 5.24 makes random ones, and returns names and both shapes as `mismatched`.
+    """
     import torch
 
     with torch.device("meta"):
         expected = type(model)(model.config).state_dict()
-    for name, tensor in model.state_dict().items():
-        if tensor.shape != expected[name].shape:
-            shape, read = list(tensor.shape), list(expected[name].shape)
-            problem = f"{name} has the shape {shape}, not {read} as in the config that transformers reads from the file"
+    shapes = [(name, tensor.shape, expected[name].shape) for name, tensor in model.state_dict().items()]
+    for name, shape, read in (*sorted(mismatched), *shapes):
+        if shape != read:
+            both = f"the shape {list(shape)}, not {list(read)}"
+            problem = f"{name} has {both} as in the config that transformers reads from the file"
             raise SettingError("model.path", str(file), problem, "Give a model folder of the same model.")
