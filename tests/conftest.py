@@ -44,8 +44,10 @@ LANES = ("chaos", "real_model")
 """Markers of tests that only run where `-m` names them."""
 SLOW_FILE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOW_MARKERS)})\b", re.MULTILINE)
 TEST_FUNCTION = re.compile(r"^def test_", re.MULTILINE)
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+"""Number of tests that were left out, by the reason."""
 LEFT_OUT_KEY = "left_out"
+SLOW = "of engines, services, and slow ones (--fast)"
 MARK_VARIABLE = "OFFBEAT_TESTS"
 """Environment variable of every process that a test starts, directly or indirectly."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -141,7 +143,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     if SLOW_FILE.search(text) is None:
         return None
-    _count(config, len(TEST_FUNCTION.findall(text)))
+    _count(config, SLOW, len(TEST_FUNCTION.findall(text)))
     return True
 
 
@@ -165,16 +167,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             services = "whole runs" if item.path.parent.name == "deploy" else "services"
             group = services if item.get_closest_marker("service") else item.location[0]
             item.add_marker(pytest.mark.xdist_group(group))
-    _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set())
+    _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set(), SLOW)
     if config.getoption("--gpu"):
         others = [item for item in items if not item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=others)
     elif any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
-        _leave_out(config, items, {"gpu"})
+        _leave_out(config, items, {"gpu"}, "without a GPU")
     if not all(importlib.util.find_spec(package) for package in EXTRA_PACKAGES):
-        _leave_out(config, items, {"extras"})
-    _leave_out(config, items, {lane for lane in LANES if lane not in str(config.getoption("-m"))})
+        _leave_out(config, items, {"extras"}, "without the packages of .ci/extras")
+    if not importlib.util.find_spec("vllm"):
+        _leave_out(config, items, {"vllm"}, "without vLLM")
+    lanes = {lane for lane in LANES if lane not in str(config.getoption("-m"))}
+    _leave_out(config, items, lanes, f'without -m "{" or ".join(LANES)}"')
 
 
 def pytest_runtest_setup() -> None:
@@ -194,36 +199,35 @@ def pytest_runtest_teardown() -> None:
         handler.close()
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str]) -> None:
+def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str], why: str) -> None:
     left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in markers)}
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
-        _count(config, len(left_out))
+        _count(config, why, len(left_out))
 
 
-def _count(config: pytest.Config, number: int) -> None:
-    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + number
+def _count(config: pytest.Config, why: str, number: int) -> None:
+    counts = config.stash.setdefault(LEFT_OUT, {})
+    counts[why] = counts.get(why, 0) + number
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over the number of tests that a worker of `-n` left out; each worker has collected all tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, 0)
+    """Take over the numbers of tests that a worker of `-n` left out; each worker has collected all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, {})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # xdist sets it, in workers only.
     output = vars(session.config).get("workeroutput")
     if output is not None:
-        output[LEFT_OUT_KEY] = session.config.stash.get(LEFT_OUT, 0)
+        output[LEFT_OUT_KEY] = session.config.stash.get(LEFT_OUT, {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("--fast"):
-        terminalreporter.write_line(
-            f"--fast left out {config.stash.get(LEFT_OUT, 0)} tests of engines, services, and slow ones"
-        )
+    if left_out := config.stash.get(LEFT_OUT, {}):
+        terminalreporter.write_line(f"left out: {', '.join(f'{number} {why}' for why, number in left_out.items())}")
     if config.getoption("--gpu"):
         terminalreporter.section("GPU")
         for line in table(describe_machine(), outcomes_of(terminalreporter.stats)):

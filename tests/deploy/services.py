@@ -1,5 +1,6 @@
 """Real services for end-to-end tests: `offbeat` commands as processes that no test leaves behind."""
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -30,6 +31,8 @@ def slow_digits(prompt, completion, row):
     time.sleep(0.05)
     return digits(prompt, completion, row)
 '''
+VLLM_OPTIONS = {"kv_cache_memory_bytes": 1 << 26} if importlib.util.find_spec("vllm") else {}
+"""Options of the engine that `actor.engine = "auto"` chooses here."""
 SLOW_REWARD = {"reward": "my_reward:slow_digits"}
 
 
@@ -184,7 +187,7 @@ def write_config(folder: Path, model_path: Path, **sections: dict[str, Any]) -> 
         "train": {"num_steps": 6, "groups_per_step": 4, "learning_rate": 1e-3},
         "hub": {"address": f"tcp://127.0.0.1:{free_port()}", "dead_after_s": 10.0},
         "weights": {"timeout_s": 20.0},
-        "actor": {"max_inflight_groups": 4, "engine_options": {"kv_cache_memory_bytes": 1 << 26}},
+        "actor": {"max_inflight_groups": 4, "engine_options": VLLM_OPTIONS},
     }
     for name, settings in sections.items():
         config[name] = {**config.get(name, {}), **settings}

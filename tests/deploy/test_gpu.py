@@ -1,6 +1,5 @@
 """Runs on GPUs with the code of the CPU tests and another config: `./dev test --gpu`. Deselected on machines without a GPU."""
 
-import importlib.util
 import os
 import random
 import statistics
@@ -46,12 +45,10 @@ def tell_speeds(services: Services, record_property: Callable[[str, object], Non
     return tell
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
 def test_quick_start_shares_one_gpu_among_three_processes(
     services: Services, tell_speeds: Callable[[], None], monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    if not importlib.util.find_spec(engine):
-        pytest.skip(f"{engine} is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
     train = services.start("train", "run.dir=run", f"actor.engine={engine}", is_real=True)
     assert services.wait(train, "train") == 0, services.output("train")

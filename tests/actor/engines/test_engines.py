@@ -33,8 +33,6 @@ PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 12], [20], [11, 12, 13, 14, 15, 16, 17, 18]
 
 
 def start(kind: str, folder: Path, *, records_experts: bool = False, **options: int) -> Engine:
-    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
     if kind == "own caches":
         # The model could have a paged cache; it gets those of other families.
         with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +52,7 @@ def start(kind: str, folder: Path, *, records_experts: bool = False, **options: 
     )
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers", "own caches"])
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.vllm), "transformers", "own caches"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -153,6 +151,7 @@ def test_completions_of_a_group_are_sampled_apart_with_exact_logprobs(engine, re
         np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["vllm"], indirect=True)
 def test_vllm_processes_the_prompt_of_a_group_once(engine, references, monkeypatch):
     load(engine, references[0], 0)
@@ -352,6 +351,7 @@ def test_tokens_of_running_and_aborted_completions_are_counted(engine, reference
         assert engine.num_generated_tokens - before == 4
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["vllm"], indirect=True)
 def test_vllms_loader_runs_at_the_first_update_only_and_again_when_the_model_changed(engine, references, monkeypatch):
     worker = engine._engine.model_executor.driver_worker.worker
@@ -467,15 +467,15 @@ def test_completions_come_with_the_experts_that_sampled_them(kind, tiny_moe_mode
     engine.close()
 
 
+@pytest.mark.vllm
 def test_engines_that_cannot_record_experts_are_refused(tiny_moe_model):
-    pytest.importorskip("vllm")
     with pytest.raises(SettingError, match=r'loss\.routing_replay = "sampled".* on GPUs only.*actor\.engine="transformers"'):
         start("vllm", tiny_moe_model, records_experts=True)
 
 
+@pytest.mark.vllm
 def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts():
     """Only the shapes are tested, because vLLM records experts on GPUs only."""
-    pytest.importorskip("vllm")
     from offbeat.actor.engines.vllm_engine import _routed_experts
 
     recorded = np.array([[[0, 0], [1, 0], [0, 2]], [[0, 0], [3, 1], [0, 1]], [[0, 0], [2, 3], [1, 0]]], np.uint8)
@@ -486,7 +486,7 @@ def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts()
     assert _routed_experts(None, num_tokens=2) is None
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"], indirect=True)
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"], indirect=True)
 def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
     own = {"vllm": "logprobs_mode", "transformers": "return_logprobs"}[kind]
     for options, message in (({own: 1}, "not an option, because"), ({"no_such_option": 1}, "no such option")):
@@ -514,8 +514,8 @@ def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
         ("fp8_per_tensor", "fp8_e4m3", "fp8_per_tensor weights, fp8_e4m3 KV cache"),
     ],
 )
+@pytest.mark.vllm
 def test_numbers_of_fewer_bits_are_told_to_the_learner(weights, cache, said):
-    pytest.importorskip("vllm")
     from offbeat.actor.engines.vllm_engine import quantization_of
 
     config = SimpleNamespace(
@@ -534,8 +534,8 @@ def test_vllm_asked_for_and_not_installed_is_said_at_once(monkeypatch, tiny_mode
         )
 
 
+@pytest.mark.vllm
 def test_vllm_without_the_internals_that_the_actor_needs_is_refused_at_start():
-    pytest.importorskip("vllm")
     from offbeat.actor.engines.vllm_engine import check_internals
 
     class OtherEngine:

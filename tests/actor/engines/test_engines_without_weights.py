@@ -1,6 +1,5 @@
 """An engine of a model folder without weights computes what one with weights does, once an update has brought them."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -20,10 +19,8 @@ pytestmark = pytest.mark.engine
 TOKENS = [5, 6, 7, 9, 8]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
 def test_weights_of_an_update_are_all_that_the_model_needs(kind, tiny_model: Path, tmp_path: Path) -> None:
-    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
     shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns(*WEIGHT_FILES))
     hashes = ModelHashes("", "", "")
     engine = make_engine(

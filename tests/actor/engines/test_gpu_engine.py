@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine, EngineSettings
-from offbeat.actor.engines.vllm_engine import VllmEngine
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
 from tests.weights import buffer_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOKENS = [5 + index * 7 % 38 for index in range(64)]
 SAME_KERNELS = 0.02
@@ -133,6 +132,8 @@ def test_log_probs_under_cuda_graphs_are_those_of_a_forward_pass_after_each_upda
 
 
 def test_engine_that_has_slept_goes_on_exactly_and_had_given_its_memory_back(tiny_model: Path, record_property: Tell) -> None:
+    from offbeat.actor.engines.vllm_engine import VllmEngine
+
     models = [moved(tiny_model, version) for version in range(2)]
     with running(tiny_model, sleeps=True) as engine:
         assert isinstance(engine, VllmEngine)

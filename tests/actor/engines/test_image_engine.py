@@ -51,6 +51,7 @@ def sample(engine: Engine, names: list[str]) -> list[Completion]:
     return [finished[name] for name in names]
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("model", ["tiny_vision_model", "tiny_deep_vision_model"])
 def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(model)

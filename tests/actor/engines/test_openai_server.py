@@ -9,6 +9,7 @@ from offbeat.common.errors import SettingError
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.vllm
 def test_vllm_server_takes_the_options_of_the_runs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

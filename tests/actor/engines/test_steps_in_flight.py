@@ -17,7 +17,7 @@ from offbeat.protocols.messages import Sampling
 from offbeat.protocols.payload import Segment
 from tests.actor.engines.test_engines import PROMPTS, finish, load, load_reference, reference_logprobs, start, step
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm]
 
 TOLERANCE = 1e-5
 SWAPS = (1, 2, 3, 7, 8, 15, 30)
@@ -39,7 +39,6 @@ class Device:
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     """Yield an engine that schedules asynchronously."""
-    pytest.importorskip("vllm")
     import torch
     from vllm.platforms.cpu import CpuPlatform
 

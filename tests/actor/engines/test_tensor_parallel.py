@@ -1,6 +1,5 @@
 """A model over two worker processes is as exact as in one process, also after updates, and ends with the actor."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -60,7 +59,7 @@ if __name__ == "__main__":
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model, tmp_path):
     script = tmp_path / "actor_like.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -84,7 +83,7 @@ def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 @pytest.mark.parametrize("is_failed", [True, False])
 def test_dead_worker_is_the_end_of_the_actor_in_one_sentence(is_failed):
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -22,7 +22,7 @@ from offbeat.protocols.messages import Lease, Sampling
 from tests.trees import read_by_turns
 from tests.weights import buffer_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.vllm]
 
 NUM_TURNS = 7
 GROUP_SIZE = 4

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 FUNCTIONS = """
 import asyncio, os, subprocess, threading, time
-import httpx
+import httpx2
 
 all_here = threading.Barrier(100)
 kept = []
@@ -70,7 +70,7 @@ async def play(chat, row):
         return "good"
     if kind == "proxy":
         os.environ["http_proxy"] = "http://127.0.0.1:9"
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             del os.environ["http_proxy"]
             return float((await client.get(f"{chat.url}/models")).status_code == 200)
     if kind == "parts":

@@ -105,6 +105,7 @@ def test_second_call_replaces_the_first():
 
 
 @pytest.mark.engine
+@pytest.mark.vllm
 def test_vllm_shows_warnings_but_no_infos():
     code = """
 configure_logs('actor-0')

@@ -35,6 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     "fields", [{"head_dim": 8}, {"head_dim": None, "hidden_size": 32}, {"text_config": TINY | {"head_dim": 8}}]
 )
@@ -54,6 +55,7 @@ def test_heads_that_vllm_cannot_attend_with_in_float32_are_refused_on_a_gpu(
     assert not list(check_engine_model(config_for(tmp_path, **fields | {"text_config": None} | latent)))
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("fields", [{"attn_logit_softcapping": 50.0}, {"model_type": "gpt_oss"}])
 def test_heads_with_soft_caps_or_sinks_need_vllms_triton_kernel(fields: dict[str, Any], gpu: None, tmp_path: Path) -> None:
     (found,) = check_engine_model(config_for(tmp_path, head_dim=31, **fields))
@@ -61,6 +63,7 @@ def test_heads_with_soft_caps_or_sinks_need_vllms_triton_kernel(fields: dict[str
     assert not list(check_engine_model(config_for(tmp_path, head_dim=32, **fields)))
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(("engine", "said"), [("auto", "it chooses vLLM"), ("vllm", "it is vLLM")])
 def test_architecture_that_vllm_has_no_class_for_is_refused(engine: str, said: str, tmp_path: Path) -> None:
     unknown = {"architectures": ["MoshiForCausalLM"]}
@@ -83,6 +86,7 @@ def test_plugin_of_vllm_may_have_a_class_for_any_architecture(tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
 def test_vllm_has_a_class_for_every_family_of_the_docs_table() -> None:
     import transformers
 
@@ -98,6 +102,7 @@ def test_small_heads_are_nothing_to_a_machine_without_gpus(tmp_path: Path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
 def test_architectures_are_those_of_vllms_registry() -> None:
     from vllm import ModelRegistry
 
@@ -105,6 +110,7 @@ def test_architectures_are_those_of_vllms_registry() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
 def test_smallest_float32_head_is_that_of_vllms_and_torchs_kernels() -> None:
     import torch
     from torch._inductor.kernel.flex import flex_attention

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-import httpx
+import httpx2
 
 from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.server import Endpoint
@@ -120,9 +120,9 @@ async def playing(
         game.close()
 
 
-def plain_client() -> httpx.AsyncClient:
+def plain_client() -> httpx2.AsyncClient:
     """Return a client that is none of a model's. It loads no certificates (30 ms): the endpoint speaks plain HTTP."""
-    return httpx.AsyncClient(timeout=WAIT_S, verify=False)
+    return httpx2.AsyncClient(timeout=WAIT_S, verify=False)
 
 
 async def until(claim: Any) -> None:

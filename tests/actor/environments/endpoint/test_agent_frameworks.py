@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-import httpx
+import httpx2
 
 from tests.actor.environments.endpoint.endpoint_harness import Game, plain_client, playing
 
@@ -26,7 +26,7 @@ SYSTEM_AND_TASK = [{"role": "system", "content": part("")}, {"role": "user", "co
 CODE_STOP = ["Observation:", "Calling tools:", "</code>"]
 
 
-async def post(game: Game, body: Body) -> httpx.Response:
+async def post(game: Game, body: Body) -> httpx2.Response:
     # Both have OpenAI's client, which says of each request whether it is the first of its kind.
     async with plain_client() as http:
         return await http.post(f"{game.url}/chat/completions", json=body, headers={"x-stainless-retry-count": "0"})
