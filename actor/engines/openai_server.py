@@ -63,6 +63,28 @@ def transformers_arguments(model: str, dtype: str) -> list[str]:
     return arguments
 
 
+def refuse_what_exceeds_the_cache() -> None:
+    """Let the server of transformers answer with status 400 where a prompt and its completion together exceed its cache.
+
+    A request that outgrows the cache ends the server's batching, and no other request is answered from then on.
+    """
+    from starlette.exceptions import HTTPException
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    add_request = ContinuousBatchingManager.add_request
+
+    def add(manager: ContinuousBatchingManager, input_ids: list[int], *, max_new_tokens: int, **options: Any) -> str | None:
+        config = manager.continuous_batching_config
+        # None on a GPU until the first request has made the cache. The last token takes no room in it.
+        if config.num_blocks is not None and len(input_ids) + max_new_tokens > config.num_blocks * config.page_size + 1:
+            room = f"the cache has room for {config.num_blocks * config.page_size} tokens (--cb-num-blocks)"
+            problem = f"{len(input_ids)} tokens of the prompt and up to {max_new_tokens} new ones are too many: {room}"
+            raise HTTPException(400, problem)
+        return add_request(manager, input_ids, max_new_tokens=max_new_tokens, **options)
+
+    ContinuousBatchingManager.add_request = add  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _as_arguments(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
@@ -89,6 +111,7 @@ def main() -> None:
         import typer
         from transformers.cli.serve import Serve
 
+        refuse_what_exceeds_the_cache()
         typer.run(Serve)
     # Libraries write pages about what they leak at the end of an interpreter.
     end_process(0)

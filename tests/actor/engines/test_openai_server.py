@@ -1,6 +1,12 @@
 """The engines' own servers understand what they are started with."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+from starlette.exceptions import HTTPException
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
 
 from offbeat.actor.engines import openai_server
 from offbeat.actor.engines.openai_server import choose_engine, transformers_arguments, vllm_arguments
@@ -44,6 +50,27 @@ def test_transformers_server_takes_its_arguments(monkeypatch: pytest.MonkeyPatch
     application.command()(Serve)
     answer = CliRunner().invoke(application, [*transformers_arguments("a/model", "float32"), "--port", "0", "--help"])
     assert answer.exit_code == 0
+
+
+def test_request_that_exceeds_the_cache_is_refused_and_later_ones_are_answered(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager_class = continuous_api.ContinuousBatchingManager
+    # Undone at the end.
+    monkeypatch.setattr(manager_class, "add_request", manager_class.add_request)
+    openai_server.refuse_what_exceeds_the_cache()
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    config = ContinuousBatchingConfig(page_size=64, num_blocks=2, max_batch_tokens=64, auto_switch_to_flash=False)
+    manager = model.init_continuous_batching(GenerationConfig(eos_token_id=-1), config)
+    manager.start()
+    try:
+        for prompt, max_new_tokens in ([5] * 200, 1), ([5] * 100, 30):
+            with pytest.raises(HTTPException, match="the cache has room for 128 tokens"):
+                manager.add_request(prompt, max_new_tokens=max_new_tokens)
+        manager.add_request([5] * 100, max_new_tokens=29)
+        assert len(manager.get_result(timeout=60).generated_tokens) == 29
+    finally:
+        manager.stop(block=True)
 
 
 def test_engine_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
