@@ -241,6 +241,10 @@ CLAIMS = (
         _over("gspo", "gspo + band 0.05", *(("progression", lag) for lag in (1, 4, 16, 64))),
     ),
     Claim(
+        "A range of 0.3 / length is better than one of 0.8 / length on completions of 54 tokens",
+        _over("gspo", "gspo + band 0.015", *(("progression", lag) for lag in (1, 4, 16))),
+    ),
+    Claim(
         "A range of 0.3 / length is better than 0.005 on completions of 6 tokens",
         _over("gspo", "gspo + band 0.005", *(("reversal", lag) for lag in (1, 4, 16, 64))),
     ),
@@ -264,6 +268,10 @@ CLAIMS = (
     Claim(
         "An adapter of SmolLM2 learns more with a range by each completion's length than with GSPO's own (predicted)",
         _over(DEFAULT, "gspo + paper's band", ("sums_adapter", 4)),
+    ),
+    Claim(
+        "A lag of 4 costs that adapter reward",
+        tuple(Contrast(Side("sums_adapter", name, 0), Side("sums_adapter", name, 4)) for name in (DEFAULT, "cispo")),
     ),
     Claim(
         "At a lag of 4 that adapter learns more with a range of 0.05 than with one by each completion's length (predicted)",
