@@ -245,6 +245,7 @@ for module in {modules}:
     return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
 def test_room_is_imported_without_torch(room: str) -> None:
     modules = [".".join(("offbeat", *path.relative_to(ROOT).with_suffix("").parts)) for path in (ROOT / room).glob("*.py")]
@@ -272,12 +273,14 @@ def imports_at_start(command: str) -> Iterator[str]:
                 yield from (name for name in modules if (ROOT / Path(*name.split(".")[1:])).with_suffix(".py").is_file())
 
 
+@pytest.mark.slow
 def test_quick_commands_start_without_torch() -> None:
     modules = {module for command in QUICK_COMMANDS for module in imports_at_start(command)}
     assert {"offbeat.lab.audit", "offbeat.lab.simulation.predict", "offbeat.deploy.experiments.sweep_runs"} < modules
     assert slow_imports(["offbeat.deploy.cli.main", *sorted(modules)]) == []
 
 
+@pytest.mark.slow
 def test_a_notebook_starts_runs_without_torch() -> None:
     assert slow_imports(["offbeat", "offbeat.deploy.local.notebook"]) == []
 

@@ -38,6 +38,7 @@ def test_rows_of_a_mixture_are_a_function_of_source_and_split() -> None:
     assert not is_function("reasoning-gym:chain_sum")
 
 
+@pytest.mark.slow
 def test_built_in_reward_is_the_generators_own_verifier() -> None:
     reward = load_reward("reasoning_gym").function
     for row in rows():

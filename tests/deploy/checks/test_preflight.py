@@ -21,6 +21,8 @@ from offbeat.deploy.checks.preflight import (
     look,
 )
 
+pytestmark = pytest.mark.slow  # each check runs in a process of its own
+
 REWARDS = """
 import asyncio, os, sys, time
 

@@ -42,6 +42,7 @@ def test_every_command_is_listed() -> None:
     assert written == {(panel.module, name) for panel in PANELS for name in panel.commands}
 
 
+@pytest.mark.slow
 def test_help_imports_no_command_and_no_heavy_library() -> None:
     result = subprocess.run([sys.executable, "-c", LIGHT_HELP], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
@@ -151,6 +152,7 @@ def test_loss_of_a_process_is_told_in_one_line_and_a_launcher_may_start_the_serv
     assert capsys.readouterr().err == "error: a process was lost\n"
 
 
+@pytest.mark.slow
 def test_file_that_hides_a_module_of_python_is_named_beside_the_error(tmp_path: Path) -> None:
     (tmp_path / "logging.py").write_text("")
     ended = subprocess.run(
@@ -159,6 +161,7 @@ def test_file_that_hides_a_module_of_python_is_named_beside_the_error(tmp_path: 
     assert f"note: {tmp_path}/logging.py hides Python's own module of this name" in ended.stderr
 
 
+@pytest.mark.slow
 def test_deleted_folder_is_told_in_one_line(tmp_path: Path) -> None:
     command = f'rmdir "{tmp_path}" && exec {sys.executable} -m {MAIN} check model.path=m data.train_data=d.jsonl'
     ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -173,6 +176,7 @@ def test_standard_streams_that_were_closed_are_opened_again() -> None:
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stderr == "3"
 
 
+@pytest.mark.slow
 def test_characters_that_the_terminal_has_not_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "größer").mkdir()
     (tmp_path / "größer" / "metrics.jsonl").write_text('{"kind":"event","time":1.0,"event":"run_started","detail":""}\n')

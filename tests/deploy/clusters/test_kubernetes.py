@@ -68,7 +68,7 @@ def write(*options: str, toml: str = SETTINGS) -> dict[str, Document]:
     arguments = ["deploy", "kubernetes", "run.toml", "--out", "out", "--image", "registry.example/offbeat:1", *options]
     CliRunner().invoke(make_app(), arguments, catch_exceptions=False)
     listed = yaml.safe_load(Path("out/kustomization.yaml").read_text())["resources"]
-    documents = [document for name in listed for document in yaml.safe_load_all((Path("out") / name).read_text())]
+    documents = [document for name in listed for document in yaml.load_all((Path("out") / name).read_text(), yaml.CSafeLoader)]
     return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
 
 

@@ -17,6 +17,8 @@ from offbeat.common.user_code.environment_function import load_environment
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.local.environments import find_environments, write_environment
 
+pytestmark = pytest.mark.slow  # starts commands
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

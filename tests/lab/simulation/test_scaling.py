@@ -30,6 +30,8 @@ from offbeat.learner.leases.demand import Demand, DemandDecision, Use
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 
+pytestmark = pytest.mark.slow  # simulates hours
+
 GROUPS, SLOTS, STEPS = 16, 4, 160
 """Groups of a step, slots of an actor, optimizer steps."""
 NUM_DRAWN = 2048

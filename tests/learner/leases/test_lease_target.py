@@ -16,6 +16,8 @@ from offbeat.learner.leases.scheduler import LONGEST_WINDOW, WINDOW, LeaseTarget
 from offbeat.learner.leases.staleness import StalenessPolicy
 from tests.learner.leases.scheduled_runs import Shelf, make_group, make_policy
 
+pytestmark = pytest.mark.slow  # simulates runs
+
 STEP_S = 10.0
 
 

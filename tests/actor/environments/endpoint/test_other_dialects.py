@@ -9,6 +9,8 @@ from openai.types.responses import ResponseUsage
 
 from tests.actor.environments.endpoint.endpoint_harness import Game, playing
 
+pytestmark = pytest.mark.slow  # imports the clients' libraries
+
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}}
 CALL = 'looking <call>look{"key":  "a"}</call><call>look{"key": "b"}</call>'
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
