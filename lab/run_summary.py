@@ -52,16 +52,6 @@ class ProcessTimes:
         self._spans[-1] = min(start, row.time), max(end, row.time)
 
 
-def read_wall_s(run_folder: Path) -> float:
-    """Return `ProcessTimes.wall_s` of the run in a folder so far; 0 where it has no rows."""
-    times = ProcessTimes()
-    for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EventRow, FinalRow):
-        times.take(row)
-    if (newest := newest_row(run_folder / ROWS_FILE)) is not None:
-        times.take(newest)
-    return times.wall_s
-
-
 class EndedRun(msgspec.Struct, frozen=True):
     """The rows of a run so far, in short."""
 
@@ -87,12 +77,12 @@ def state_without_end(last_time: float, now: float) -> str:
     return "running" if now - last_time <= ALIVE_WITHIN_S else "unfinished"
 
 
-def read_end(run_folder: Path) -> EndedRun | None:
-    """Return the state of the run in a folder as its rows tell it; None where it has no rows."""
+def read_end(run_folder: Path, times: ProcessTimes | None = None) -> EndedRun | None:
+    """Return the state of the run in a folder as its rows tell it; None where it has no rows. `times` takes the rows too."""
     step: StepRow | None = None
     final: FinalRow | None = None
     last_time: float | None = None
-    times = ProcessTimes()
+    times = ProcessTimes() if times is None else times
     health: dict[str, str] = {}
     changes: list[str] = []
     for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EventRow, FinalRow):

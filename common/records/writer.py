@@ -205,9 +205,7 @@ def read_rows_of(path: Path, *kinds: type[Kind]) -> Iterator[Kind]:
 
 
 def newest_row(path: Path) -> rows.Row | None:
-    """Return the newest row of any kind; None where the end of the file has no undamaged row, or there is no file."""
-    if not path.is_file():
-        return None
+    """Return the newest row of any kind; None where the end of the file has no undamaged row."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
         found = (row for line in file if isinstance(row := rows.decode_row(line), rows.ROW_TYPES))

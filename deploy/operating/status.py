@@ -14,7 +14,7 @@ from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.run_folder import CHECKPOINTS, MODEL, bytes_of_files
 from offbeat.deploy.operating.link import OpenLink, ask_status, ask_status_over
-from offbeat.lab.run_summary import EndedRun, read_end, read_wall_s
+from offbeat.lab.run_summary import EndedRun, ProcessTimes, read_end
 from offbeat.lab.terminal import FittedTable, print_result, table
 from offbeat.protocols.messages import SettingChange, StatusReport, Vitals
 
@@ -38,10 +38,13 @@ class Asked(NamedTuple):
 
 def print_status(asked: Asked, *, as_json: bool) -> None:
     """Print how a run has ended, or ask its learner once and print the answer; raise `ServiceError` when there is neither."""
-    ended = read_end(asked.folder)
+    times = ProcessTimes()
+    ended = read_end(asked.folder, times)
     # Looked for first: at the address of a run that is over, the learner of another run may answer.
     if ended is not None and ended.outcome is not None:
-        print_result(ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder)), as_json=as_json)
+        print_result(
+            ended, Group(render_end(ended, asked.num_steps), *render_files(asked.folder, times.wall_s)), as_json=as_json
+        )
         return
     try:
         report = ask_status(asked.open_link, asked.address, asked.folder)
@@ -51,7 +54,7 @@ def print_status(asked: Asked, *, as_json: bool) -> None:
         print_result(ended, render_end(ended, asked.num_steps), as_json=as_json)
         quiet_s = max(0.0, time.time() - ended.last_time)
         raise ServiceError(f"{error}; its rows end {quiet_s:.0f} s ago without a final one: it hangs or was killed") from error
-    print_result(report, Group(render_status(report), *render_files(asked.folder)), as_json=as_json)
+    print_result(report, Group(render_status(report), *render_files(asked.folder, times.wall_s)), as_json=as_json)
 
 
 def watch_status(asked: Asked, stop: StopRequest) -> None:
@@ -109,17 +112,17 @@ def render_status(report: StatusReport) -> RenderableType:
     return Group(*parts)
 
 
-def render_files(folder: Path) -> Iterator[Text]:
-    """Yield the disk that the run's files take, and by how much they grow; nothing where the folder is not on this machine."""
+def render_files(folder: Path, wall_s: float) -> Iterator[Text]:
+    """Yield the disk that the files of a run of `wall_s` take, and by how much they grow; nothing where there is no folder."""
     sizes = bytes_of_files(folder)
     if not sizes:
         return
     total = sum(sizes.values())
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MB" for name, size in sizes.items())
     text = f"files in {folder}: {total / 2**20:,.0f} MB ({parts})"
-    if (seconds := read_wall_s(folder)) >= _LEAST_GROWTH_S:
+    if wall_s >= _LEAST_GROWTH_S:
         grown = sum(size for name, size in sizes.items() if name not in (CHECKPOINTS, MODEL))
-        text += f"; {grown / 2**20 / seconds * 3600:,.0f} MB an hour besides checkpoints"
+        text += f"; {grown / 2**20 / wall_s * 3600:,.0f} MB an hour besides checkpoints"
     yield Text(text)
 
 

@@ -14,6 +14,7 @@ from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.operating import link as questions
 from offbeat.deploy.operating.link import OpenLink
 from offbeat.deploy.operating.status import Asked, print_status, render_files, render_status
+from offbeat.lab.run_summary import ProcessTimes, read_end
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Refused, SettingChange, StatusReport, StatusRequest, Vitals
 from tests.deploy.operating.operator_desk import REPORT, Desk
@@ -80,11 +81,12 @@ def test_files_of_a_run_are_shown_with_their_growth(tmp_path: Path) -> None:
     for name, num_mb in (("log/00000001.log", 3), ("checkpoints/step-00000001/model.bin", 5)):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(bytes(num_mb << 20))
-    (text,) = (text.plain for text in render_files(tmp_path))
+    read_end(tmp_path, times := ProcessTimes())
+    (text,) = (text.plain for text in render_files(tmp_path, times.wall_s))
     assert text == (
         f"files in {tmp_path}: 9 MB (checkpoints 5 MB, log 3 MB, metrics.jsonl 1 MB); 8 MB an hour besides checkpoints"
     )
-    assert list(render_files(tmp_path / "elsewhere")) == []
+    assert list(render_files(tmp_path / "elsewhere", times.wall_s)) == []
 
 
 def test_narrow_terminal_drops_columns_and_no_words() -> None:
