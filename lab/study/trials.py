@@ -44,6 +44,7 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
     "gspo + paper's band": ("loss.objective=gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4"),
     "gspo + band 0.005": ("loss.objective=gspo", "loss.clip_low=0.005", "loss.clip_high=0.005"),
     "gspo + band 0.05": ("loss.objective=gspo", "loss.clip_low=0.05", "loss.clip_high=0.05"),
+    "gspo + band 0.15": ("loss.objective=gspo", "loss.clip_low=0.15", "loss.clip_high=0.15"),
     "gspo + band 0.015": ("loss.objective=gspo", "loss.clip_low=0.015", "loss.clip_high=0.015"),
     "gspo + group anchor": ("loss.objective=gspo", "loss.anchor=group"),
     "gspo + engine routing": ("loss.objective=gspo", "loss.routing_replay=sampled"),
