@@ -108,9 +108,11 @@ class Module:
 
 kept = Module()
 atexit.register(print, "exit function")
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+written = threading.Event()
+threading.Thread(target=lambda: (written.wait(), time.sleep(0.2), print("thread"))).start()
 ThreadPoolExecutor(1).submit(print, "pool").result()
 sys.stdout.write("flushed ")
+written.set()
 end_process(7)
 """
 
