@@ -2,9 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,32 @@ def _text(numbers: list[int]) -> str:
     return ",".join(f"{number:02}" for number in numbers)
 
 
+NOUNS = (
+    *("bakery", "battle", "castle", "circus", "coffee", "desert", "dragon", "engine", "family", "guitar", "harbor", "hunter"),
+    *("jacket", "jungle", "lawyer", "museum", "nature", "office", "palace", "parrot", "pencil", "pirate", "planet", "prison"),
+    *("rabbit", "rocket", "school", "sailor", "spider", "temple", "valley", "violin"),
+)
+NUM_HELD_OUT_NOUNS = 8
+
+
+def sentence_rows(nouns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a prompt for each noun and each length of a sentence, in words."""
+    return [
+        {"prompt": f'Write one long sentence of {length} words with the word "{noun}".', "noun": noun, "length": length}
+        for noun, length in product(nouns, (24, 28, 32, 36))
+    ]
+
+
+def long_sentence(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Return how near the number of words is to the prompt's, between 0 and 1; 0 unless it is one sentence with the noun."""
+    text = completion.strip()
+    words = re.findall(r"[A-Za-z'-]+", text)
+    is_sentence = re.fullmatch(r"[A-Z][^.!?\n]*[.!?]", text) is not None
+    if not is_sentence or row["noun"] not in map(str.lower, words):
+        return 0.0
+    return max(0.0, 1 - abs(len(words) - row["length"]) / row["length"])
+
+
 class StudyTask(NamedTuple):
     """A task of the study."""
 
@@ -78,6 +105,8 @@ class StudyTask(NamedTuple):
     reward: Callable[..., float] = exact_match
     is_chat: bool = False
     """Prompts are messages of a user, in the chat template of the model."""
+    rows: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+    """Rows to train on and held-out ones; None: those of the recipe's files."""
 
     @property
     def is_mixture(self) -> bool:
@@ -96,11 +125,11 @@ class StudyTask(NamedTuple):
     def prompts(self) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
         """Return the prompts to train on and the held-out ones."""
         folder = prepared_folder(self.recipe)
-        return self._read(folder / "train.jsonl"), self._read(folder / "eval.jsonl")
+        train, held_out = self.rows or (_read(folder / "train.jsonl"), _read(folder / "eval.jsonl"))
+        return self._task_prompts(train), self._task_prompts(held_out)
 
-    def _read(self, file: Path) -> list[TaskPrompt]:
+    def _task_prompts(self, rows: list[dict[str, Any]]) -> list[TaskPrompt]:
         tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         texts = [row["prompt"] for row in rows]
         if self.is_chat:
             messages = [[{"role": "user", "content": text}] for text in texts]
@@ -112,6 +141,10 @@ class StudyTask(NamedTuple):
         ]
 
 
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 _SUMS = (
     "train.groups_per_step=6",
     "train.micro_batch_tokens=2048",
@@ -119,6 +152,7 @@ _SUMS = (
     "data.max_prompt_tokens=64",
     "rollout.max_new_tokens=24",
 )
+_ADAPTER = ("train.num_steps=20", "train.learning_rate=2e-4", "lora.rank=16", "critic.learning_rate_factor=0.25")
 _SHORT = ("train.groups_per_step=16", "train.num_steps=100")
 TASKS = {
     "reversal": StudyTask(Recipe(Reversal()), _SHORT),
@@ -136,11 +170,20 @@ TASKS = {
     ),
     # SmolLM2-135M-Instruct, all weights and an adapter; a critic is trained whole, and so more slowly than the adapter.
     "sums": StudyTask(SmolLM2(), (*_SUMS, "train.num_steps=40", "train.learning_rate=1e-5"), math_answer, is_chat=True),
-    "sums_adapter": StudyTask(
+    "sums_adapter": StudyTask(SmolLM2(), (*_SUMS, *_ADAPTER), math_answer, is_chat=True),
+    "sentences_adapter": StudyTask(
         SmolLM2(),
-        (*_SUMS, "train.num_steps=20", "train.learning_rate=2e-4", "lora.rank=16", "critic.learning_rate_factor=0.25"),
-        math_answer,
+        (
+            "train.groups_per_step=6",
+            "train.micro_batch_tokens=2048",
+            "model.max_length=136",
+            "data.max_prompt_tokens=64",
+            "rollout.max_new_tokens=72",
+            *_ADAPTER,
+        ),
+        long_sentence,
         is_chat=True,
+        rows=(sentence_rows(NOUNS[NUM_HELD_OUT_NOUNS:]), sentence_rows(NOUNS[:NUM_HELD_OUT_NOUNS])),
     ),
     # As many completions as `reversal`, in steps of another size.
     **{
