@@ -1,9 +1,11 @@
-"""Claims about the progressions: right answers, and shown ones of one length."""
+"""Claims about the tasks of the study: right progressions, shown ones of one length, and the reward of a sentence."""
 
 import itertools
 import random
 
-from offbeat.deploy.experiments.study_tasks import FORK, LENGTH, Progression
+import pytest
+
+from offbeat.deploy.experiments.study_tasks import FORK, LENGTH, TASKS, Progression, long_sentence
 
 
 def test_every_prompt_is_there_once_with_the_numbers_that_follow() -> None:
@@ -34,3 +36,26 @@ def test_shown_progressions_have_one_length_and_errors_at_the_stated_rate_where_
             num_forks += is_fork
             num_off += second != first + step
     assert 0.37 < num_off / num_forks < 0.43
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("The old pirate sleeps. ", 1.0),
+        ("A Pirate sleeps.", 0.75),
+        ("The pirate and his parrot sleep in a harbor.", 0.0),
+        ("The pirates sleep long.", 0.0),
+        ("The old pirate sleeps", 0.0),
+        ("The pirate sleeps. Long.", 0.0),
+    ],
+    ids=["right", "one word less", "twice as many and one", "another word", "no end", "two sentences"],
+)
+def test_sentence_is_worth_how_near_its_number_of_words_is(completion: str, reward: float) -> None:
+    assert long_sentence("", completion, {"noun": "pirate", "length": 4}) == reward
+
+
+def test_nouns_of_held_out_sentences_are_in_no_prompt_to_train_on() -> None:
+    rows = TASKS["sentences_adapter"].rows
+    assert rows is not None
+    to_train, held_out = ({row["noun"] for row in part} for part in rows)
+    assert len(to_train) == 24 and len(held_out) == 8 and not to_train & held_out
