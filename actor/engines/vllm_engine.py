@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import vllm
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import MultiModalInput, TokensInput, tokens_input
@@ -95,9 +96,9 @@ class VllmEngine:
         # By default every actor would bind its threads to the first cores, the same for all.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._images = images = settings.images
-        if images is not None:
-            vllm_images.prepare_imports()
-        _import_model_class(model_path)
+        fields, _ = PreTrainedConfig.get_config_dict(model_path)
+        text_class = _text_class(fields) if images is None else None
+        _import_model_classes([text_class] if text_class else fields.get("architectures") or ())
         own = {} if images is None else vllm_images.engine_options(images)
         own |= {"dtype": settings.dtype, "max_model_len": settings.max_model_len, "seed": settings.seed}
         options = settings.options
@@ -111,7 +112,10 @@ class VllmEngine:
                 raise SettingError("loss.routing_replay", "sampled", problem, 'Set actor.engine="transformers".')
         if settings.sleeps and not current_platform.is_cpu():
             own |= {"enable_sleep_mode": True}
-        has_files = has_weight_files(model_path)
+        if text_class is not None:
+            own |= {"hf_overrides": {"architectures": [text_class], **settings.options.get("hf_overrides", {})}}
+        # vLLM's classes of text refuse the weights of the rest.
+        has_files = text_class is None and has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
         config = _engine_config(model_path, own=own, options=options)
@@ -380,15 +384,32 @@ _SCORING = SamplingParams(
 )
 
 
-def _import_model_class(model_path: str) -> None:
-    """Import the model's class in this process, so that vLLM does not start another one to inspect it.
+def _text_class(fields: Mapping[str, Any]) -> str | None:
+    """Return the class of the language model in a folder with more, where that is a class of its own, as Qwen3.5 has it.
+
+    A learner of text loads this class, and names its weights otherwise than the whole model does. `fields`: of config.json.
+    """
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")))
+    return name if "text_config" in fields and name not in (fields.get("architectures") or ()) else None
+
+
+def _import_model_classes(names: Iterable[str]) -> None:
+    """Import classes of a model in this process, so that vLLM does not start another one to inspect them.
 
     The other process takes seconds, and runs without the changes of `prepare_environment`.
     """
-    config, _ = PreTrainedConfig.get_config_dict(model_path)
-    for architecture in config.get("architectures") or ():
-        if architecture in ModelRegistry.models:
-            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    for name in names:
+        if name not in ModelRegistry.models:
+            continue
+        model = ModelRegistry.models[name]
+        try:
+            found = model.load_model_cls()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "torchvision":
+                raise
+            vllm_images.prepare_imports()
+            found = model.load_model_cls()
+        ModelRegistry.register_model(name, found)
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

@@ -63,10 +63,9 @@ def prepare_imports() -> None:
 
     They import one function from a module of transformers that needs torchvision; its twin for Pillow has the same function.
     """
-    if not _is_torchvision_there():
-        import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl as twin
+    import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl as twin
 
-        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", twin)
+    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", twin)
 
 
 def engine_options(reader: ImageReader) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def check_engine_model(config: Config) -> Iterator[Finding]:
         return
     yield from _check_architecture(config, fields)
     yield from _check_head_size(config, _text_fields(fields))
+    yield from _check_linear_attention(config, _text_fields(fields))
 
 
 @functools.cache
@@ -236,6 +237,8 @@ SMALLEST_FLOAT32_HEAD = 16
 """Least numbers in a head that vLLM attends with in float32 on a GPU, by FlexAttention, whose products torch has from 16."""
 SMALLEST_TRITON_HEAD = 32
 """Least numbers in a head of vLLM's Triton kernel, which alone has soft caps and sinks in float32."""
+LINEAR_HEADS = ((64, 64), (128, 128))
+"""Numbers of a key and of a value in the heads of linear attention that vLLM's kernel for CPUs takes."""
 
 
 def _check_head_size(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
@@ -252,6 +255,20 @@ def _check_head_size(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
     if size < least and find_gpus().gpus:
         problem = f"the model's attention heads have {size} numbers, and on a GPU vLLM computes in float32 with {least} or more"
         yield mistake("model.dtype", "float32", problem, 'Set model.dtype="bfloat16" or actor.engine="transformers".')
+
+
+def _check_linear_attention(config: Config, text: dict[str, Any]) -> Iterator[Finding]:
+    """Find linear attention that vLLM's kernel for CPUs does not compute."""
+    if "linear_key_head_dim" not in text or find_gpus().gpus:
+        return
+    sizes = (text["linear_key_head_dim"], text.get("linear_value_head_dim"))
+    problem = "the model has linear attention, which vLLM computes on a CPU"
+    if config.model.dtype != "bfloat16":
+        cure = 'Set model.dtype="bfloat16" or actor.engine="transformers".'
+        yield mistake("model.dtype", config.model.dtype, f"{problem} in bfloat16 only", cure)
+    elif sizes not in LINEAR_HEADS:
+        problem = f"{problem} with 64 or 128 numbers in each head; this one's keys have {sizes[0]} and its values {sizes[1]}"
+        yield mistake("actor.engine", config.actor.engine, problem, 'Set actor.engine="transformers".')
 
 
 def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:

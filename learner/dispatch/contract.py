@@ -153,7 +153,7 @@ def differences(contract: Contract, hello: Hello) -> list[str]:
     if hello.software != contract.software:
         found.append(f"offbeat {hello.software}, the learner has {contract.software}")
     if not hello.engine.has_weight_files:
-        found.append("it has no weight files, so its first update is its noise floor (canary)")
+        found.append("it starts without weights, so its first update is its noise floor (canary)")
     if hello.engine.max_model_len > contract.max_length:
         found.append(f"max length {hello.engine.max_model_len} tokens (the run needs {contract.max_length})")
     if hello.engine.quantization:

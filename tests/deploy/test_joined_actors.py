@@ -39,6 +39,6 @@ def test_actor_in_an_empty_folder_joins_and_its_groups_are_trained_but_not_with_
 
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 24
     events = {row["event"]: row for row in services.rows("run", "event") if row.get("actor") == "a"}
-    assert "no weight files" in events["actor_joined"]["detail"]
+    assert "starts without weights" in events["actor_joined"]["detail"]
     assert events["engine_noise"]["detail"].startswith("at version "), "the floor is its first update's"
     assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-3

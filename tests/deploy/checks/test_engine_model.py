@@ -96,6 +96,31 @@ def test_vllm_has_a_class_for_every_family_of_the_docs_table() -> None:
     assert known_architectures().issuperset(mapping[one] for one in types)
 
 
+@pytest.mark.vllm
+def test_linear_attention_that_vllms_kernel_for_cpus_does_not_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "list_devices", list)
+    fields: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    (found,) = check_engine_model(config_for(tmp_path, **fields))
+    assert found.text == (
+        'model.dtype = "float32": the model has linear attention, which vLLM computes on a CPU in bfloat16 only. Set '
+        'model.dtype="bfloat16" or actor.engine="transformers".'
+    )
+    for cure in ('model.dtype="bfloat16"', 'actor.engine="transformers"'):
+        assert not list(check_engine_model(config_for(tmp_path, cure, **fields)))
+    (found,) = check_engine_model(config_for(tmp_path, 'model.dtype="bfloat16"', **fields | {"linear_key_head_dim": 64}))
+    assert found.text == (
+        'actor.engine = "auto": the model has linear attention, which vLLM computes on a CPU with 64 or 128 numbers in each '
+        "head; this one's keys have 64 and its values 128. Set actor.engine=\"transformers\"."
+    )
+
+
+@pytest.mark.vllm
+def test_linear_attention_is_nothing_to_a_machine_with_gpus(gpu: None, tmp_path: Path) -> None:
+    assert not list(check_engine_model(config_for(tmp_path, linear_key_head_dim=32, linear_value_head_dim=32)))
+
+
 def test_small_heads_are_nothing_to_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "list_devices", list)
     assert not list(check_engine_model(config_for(tmp_path, head_dim=8)))

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[Hello, tuple[str, ...]]] = {
 RECORDED: dict[str, tuple[Hello, tuple[str, ...]]] = {
     "software": (make_hello(software="0.9"), ("offbeat 0.9", "1.0")),
     "engine.max_model_len": (make_hello(engine=engine(max_model_len=65)), ("65 tokens", "64")),
-    "engine.has_weight_files": (make_hello(engine=engine(has_weight_files=False)), ("no weight files", "floor")),
+    "engine.has_weight_files": (make_hello(engine=engine(has_weight_files=False)), ("starts without weights", "floor")),
     "engine.quantization": (
         make_hello(engine=engine(quantization="fp8 weights, fp8 KV cache")),
         ("fp8 weights, fp8 KV cache", "offbeat calibrate"),
