@@ -91,19 +91,25 @@ def tiny_bpe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Qwen2.5-VL with one token per character of `ALPHABET`."""
-    return _make_vision(tmp_path_factory.mktemp("tiny_vision_model"), deep=False)
+    return _make_vision(tmp_path_factory.mktemp("tiny_vision_model"), "qwen2_5_vl")
 
 
 @pytest.fixture(scope="session")
 def tiny_deep_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Qwen3-VL, whose vision tower also feeds the first layers of the language model."""
-    return _make_vision(tmp_path_factory.mktemp("tiny_deep_vision_model"), deep=True)
+    return _make_vision(tmp_path_factory.mktemp("tiny_deep_vision_model"), "qwen3_vl")
 
 
-def _make_vision(folder: Path, *, deep: bool) -> Path:
+@pytest.fixture(scope="session")
+def tiny_linear_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen3.5 with its vision tower, which is not packed because it has linear attention."""
+    return _make_vision(tmp_path_factory.mktemp("tiny_linear_vision_model"), "qwen3_5")
+
+
+def _make_vision(folder: Path, kind: Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"]) -> Path:
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_vision_model
 
-    make_tiny_vision_model(folder, alphabet=ALPHABET, deep=deep)
+    make_tiny_vision_model(folder, alphabet=ALPHABET, kind=kind)
     return folder
 
 

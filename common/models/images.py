@@ -26,7 +26,7 @@ MAX_PROMPT_BYTES = 16 << 20
 MAX_PIXELS = 1 << 24
 """Most pixels of an image file. A small file may have billions: it would take all memory."""
 FORMATS = ("PNG", "JPEG", "WEBP")
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Models whose images are supported: they number an image's positions, and mark its place in a prompt, in the same way."""
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -143,6 +144,8 @@ def _load(setting: str, path: str, config: Config) -> PreTrainedModel:
     kind = AutoModelForImageTextToText if config.data.image_field else AutoModelForCausalLM
     try:
         policy = kind.from_pretrained(path, dtype=tensor_dtype(config.model.dtype))
+        if policy.config.model_type != AutoConfig.from_pretrained(path).model_type:
+            logger.info("%s contains more than a language model: the rest is neither trained nor saved", path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         problem = f"the model cannot be loaded ({one_line(error)})"
         raise SettingError(setting, path, problem, "Give a whole model folder in the Hugging Face layout.") from error

@@ -54,8 +54,10 @@ def make_tiny_bpe_model(folder: Path, texts: Iterable[str], *, vocab_size: int =
     _save_random_model(folder, tokenizer, architecture="qwen3", tie_embeddings=True, max_length=2048, seed=seed)
 
 
-def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, seed: int = 0) -> None:
-    """Write a random float32 Qwen2.5-VL of about 0.6 M parameters, or with `deep` a Qwen3-VL, with tokens as `make_tiny_model`.
+def make_tiny_vision_model(
+    folder: Path, *, alphabet: str, kind: Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"] = "qwen2_5_vl", seed: int = 0
+) -> None:
+    """Write a random float32 model of about 0.6 M parameters that takes images, with tokens as `make_tiny_model`.
 
     A token of an image is a square of 28 pixels; images of more than 16 tokens are made smaller.
     """
@@ -70,16 +72,21 @@ def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, s
             "rope_type": "default",
             "rope_theta": 10_000.0,
             "mrope_section": [4, 6, 6],
-            **({"mrope_interleaved": True} if deep else {}),
+            **({} if kind == "qwen2_5_vl" else {"mrope_interleaved": True}),
         }
     }
+    if kind == "qwen3_5":
+        # vLLM reads the latter here alone.
+        text |= _linear_layers(HIDDEN_SIZE // 2) | {"tie_word_embeddings": True}
+        text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": HIDDEN_SIZE}
     vision |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= (
-        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        if deep
-        else {"window_size": 56, "fullatt_block_indexes": [1]}
-    )
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    else:
+        vision |= {"num_position_embeddings": 64}
+    if kind == "qwen3_vl":
+        vision |= {"deepstack_visual_indexes": [0]}
     settings = {
         "text_config": text,
         "vision_config": vision,
@@ -92,10 +99,8 @@ def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, s
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if deep:
-            model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**settings))
-        else:
-            model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**settings))
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
@@ -143,6 +148,17 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> transformers.PreTra
     )
 
 
+def _linear_layers(head_size: int) -> dict[str, Any]:
+    """Return the fields of the config of a language model whose layers have linear and full attention in turn."""
+    return {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": NUM_HEADS // 2,
+        "linear_num_value_heads": NUM_HEADS,
+        "linear_key_head_dim": head_size,
+        "linear_value_head_dim": head_size,
+    }
+
+
 def _text_shape(tokenizer: transformers.PreTrainedTokenizerFast, *, max_length: int) -> dict[str, Any]:
     """Return the fields of the config of a tiny language model."""
     return {
@@ -180,10 +196,8 @@ def _save_random_model(
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN_SIZE}
             model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape))
         elif architecture == "qwen3_5":
-            heads: dict[str, Any] = {"linear_num_key_heads": NUM_HEADS // 2, "linear_num_value_heads": NUM_HEADS}
-            sizes: dict[str, Any] = {f"linear_{part}_head_dim": HIDDEN_SIZE // NUM_HEADS for part in ("key", "value")}
-            layers: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
-            model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**shape | heads | sizes | layers))
+            shape |= _linear_layers(HIDDEN_SIZE // NUM_HEADS)
+            model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**shape))
         else:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
     model.save_pretrained(folder)

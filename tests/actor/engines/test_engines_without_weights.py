@@ -51,11 +51,21 @@ def test_weights_of_an_update_are_all_that_the_model_needs(kind, tiny_model: Pat
 
 
 LINEAR = {
-    **{"vocab_size": 44, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.1},
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1, "linear_num_value_heads": 2},
-    # vLLM's kernel for a CPU takes these and 64.
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "vocab_size": 44,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    # vLLM's kernel for CPUs takes these and 64.
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 8}

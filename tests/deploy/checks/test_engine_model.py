@@ -112,7 +112,7 @@ def test_linear_attention_that_vllms_kernel_for_cpus_does_not_compute_is_refused
     (found,) = check_engine_model(config_for(tmp_path, 'model.dtype="bfloat16"', **fields | {"linear_key_head_dim": 64}))
     assert found.text == (
         'actor.engine = "auto": the model has linear attention, which vLLM computes on a CPU with 64 or 128 numbers in each '
-        "head; this one's keys have 64 and its values 128. Set actor.engine=\"transformers\"."
+        'head; this one\'s keys have 64 and its values 128. Set actor.engine="transformers".'
     )
 
 

@@ -24,7 +24,7 @@ Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["tiny_vision_model", "tiny_deep_vision_model"])
+@pytest.fixture(scope="module", params=["tiny_vision_model", "tiny_deep_vision_model", "tiny_linear_vision_model"])
 def folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
