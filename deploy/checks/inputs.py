@@ -46,7 +46,10 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     try:
         # A function may import torch itself, and `datasets` does where it finds it installed.
         hides_torch = all(is_json(source) for _, source, _ in _local_sources(config))
-        tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch)
+        tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch, has_images=bool(config.data.image_field))
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
     # transformers raises whatever a broken file makes it raise.
     except Exception as error:  # noqa: BLE001
         reason = " ".join(str(error).split())[:300]
@@ -156,8 +159,11 @@ def _sources(config: Config) -> Iterator[tuple[str, str, str]]:
             yield setting, source, split
 
 
-def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
-    """Return the tokenizer, and the number of token ids that the model knows."""
+def _load(folder: Path, *, hides_torch: bool, has_images: bool) -> tuple[Any, int]:
+    """Return the tokenizer, and the number of token ids that the model knows.
+
+    Raises `SettingError` for a model that only a run with images can train, and whatever a broken file makes transformers raise.
+    """
     if hides_torch and "torch" not in sys.modules:
         # Otherwise transformers would tell the user that torch is missing.
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -170,6 +176,9 @@ def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
     config = AutoConfig.from_pretrained(folder)
     if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_TYPES):
         raise ValueError(f"{config.model_type} is not a language model that transformers knows")
+    if not has_images and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        problem = f"the model is a {config.model_type}, which has no language model that can be loaded without its vision tower"
+        raise SettingError("data.image_field", "", problem, 'Set it, for example to "image": no row needs to have images.')
     return AutoTokenizer.from_pretrained(folder), config.get_text_config().vocab_size
 
 

@@ -148,6 +148,7 @@ FILES: dict[str, tuple[Callable[[], object], str, str]] = {
     "no type": (lambda: Path("model/config.json").write_text("{}"), 'model.path = "model"', "no model_type"),
     "unknown type": (lambda: change_config(model_type="qwen99"), 'model.path = "model"', "qwen99"),
     "no language model": (lambda: change_config(model_type="vit"), 'model.path = "model"', "not a language model"),
+    "images wanted": (lambda: change_config(model_type="qwen3_vl"), 'data.image_field = ""', "without its vision tower"),
     "no tokenizer": (remove_tokenizer, 'model.path = "model"', "no tokenizer"),
     "bad tokenizer": (lambda: Path("model/tokenizer.json").write_text("{"), 'model.path = "model"', "cannot be loaded"),
     "tokenizer too large": (lambda: change_config(vocab_size=20), 'model.path = "model"', "and the model's vocabulary 20"),
