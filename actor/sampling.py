@@ -9,6 +9,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from offbeat.actor.engines.engine import Completion, Engine
+from offbeat.actor.rewards.failures import SamplingFailure
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.rewards.runner import Rewarded, RewardRunner
@@ -27,16 +28,6 @@ class RewardedGroup(NamedTuple):
     """Seconds from the submission to the last completion's end; of episodes, with what their environment took."""
     reward_s: float = 0.0
     """Seconds from then on until all rewards were known; episodes come with theirs."""
-
-
-class SamplingFailure(NamedTuple):
-    """A lease that cannot become a group."""
-
-    lease_id: int
-    reason: str
-    """A word that the learner counts by: `reward_error`, `environment_timeout`."""
-    detail: str
-    """One line."""
 
 
 @dataclass
@@ -99,14 +90,14 @@ class SingleTurns:
         """Return the leases that have ended since the last call, each once."""
         outcomes: list[RewardedGroup | SamplingFailure] = []
         for result in self._rewards.poll():
-            group = self._groups.pop(result.key, None)
+            group = self._groups.pop(result.lease_id, None)
             if group is None:
                 continue
             if isinstance(result, Rewarded):
                 reward_s = self.clock() - group.started_at - group.generated_s
-                outcomes.append(RewardedGroup(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
+                outcomes.append(RewardedGroup(result.lease_id, group.in_order(), result.rewards, group.generated_s, reward_s))
             else:
-                outcomes.append(SamplingFailure(result.key, result.reason, result.detail))
+                outcomes.append(result)
         return outcomes
 
     def cancel(self, lease_id: int) -> None:

@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -25,9 +25,10 @@ from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.actor.environments import messages
 from offbeat.actor.environments.episode import Episode, EpisodeTurn, GroupMember
 from offbeat.actor.environments.workers import Workers
+from offbeat.actor.rewards.failures import SamplingFailure
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries
-from offbeat.actor.sampling import RewardedGroup, SamplingFailure
+from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds within which a cancelled episode must end. After that its process is killed."""
-Reason = Literal["environment_error", "environment_timeout", "environment_unavailable"]
-"""Why a lease fails. `environment_error`: the function has a mistake. `environment_timeout`: it did not end in time.
-`environment_unavailable`: the last attempt failed for another cause that may pass."""
 
 
 @dataclass
@@ -299,7 +297,7 @@ class Episodes:
         if closing.late is not None and closing.late.lease_id in self._leases:
             self._play_again(closing.late, "environment_timeout", closing.detail)
 
-    def _play_again(self, member: GroupMember, reason: Reason, detail: str) -> None:
+    def _play_again(self, member: GroupMember, reason: str, detail: str) -> None:
         """Begin an episode anew; fail its lease when it was begun too often."""
         self._counts["again_timeout" if reason == "environment_timeout" else "again_lost"] += 1
         of_lease = self._leases[member.lease_id]
@@ -309,7 +307,7 @@ class Episodes:
         else:
             self._fail(member.lease_id, reason, f"{detail}; played {of_lease.num_begun[member.number]} times")
 
-    def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
+    def _fail(self, lease_id: int, reason: str, detail: str) -> None:
         self.cancel(lease_id)
         self._outcomes.append(SamplingFailure(lease_id, reason, detail))
 

@@ -10,6 +10,18 @@ from offbeat.common.user_code.environment_host.host import is_transient
 from offbeat.protocols.text import encodable
 
 
+class SamplingFailure(NamedTuple):
+    """A lease that cannot become a group."""
+
+    lease_id: int
+    reason: str
+    """A word that the learner counts by. `reward_error`, `environment_error`: the function has a mistake. `reward_timeout`,
+    `environment_timeout`: it did not end in time. `reward_unavailable`, `environment_unavailable`: the last attempt failed for
+    another cause that may pass."""
+    detail: str
+    """One line: exception, message, file and line."""
+
+
 class Failure(NamedTuple):
     """The failure of one call of a reward function."""
 

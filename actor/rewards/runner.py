@@ -2,8 +2,8 @@
 
     submit(group) -> calls of the function (`calling.py`) -> all rewarded                          -> `Rewarded`
                          ^ back-off <- some are unavailable -> `trouble`
-                                       a mistake in the function                           -> `RewardFailure` at once
-                                       unavailable for longer than `task.reward_retry_s`   -> `RewardFailure`
+                                       a mistake in the function                           -> `SamplingFailure` at once
+                                       unavailable for longer than `task.reward_retry_s`   -> `SamplingFailure`
 
 Completions that have their reward keep it while the others of their group are tried again.
 """
@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat.actor.rewards.calling import MistakeError, RewardCalls
-from offbeat.actor.rewards.failures import Failure
+from offbeat.actor.rewards.failures import Failure, SamplingFailure
 from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.rewards.samples import Sample
@@ -70,20 +70,9 @@ BLOCKED_LOOP_GRACE_S = 1.0
 class Rewarded(NamedTuple):
     """The rewards of one group."""
 
-    key: int
+    lease_id: int
     rewards: tuple[Reward, ...]
     """One reward per completion, in the order of the completions."""
-
-
-class RewardFailure(NamedTuple):
-    """A group without rewards."""
-
-    key: int
-    reason: Literal["reward_error", "reward_timeout", "reward_unavailable"]
-    """`reward_error`: the function has a mistake. `reward_timeout`: the last attempt ended at the time limit.
-    `reward_unavailable`: the last attempt failed for another cause that may pass."""
-    detail: str
-    """One line: exception, message, file and line."""
 
 
 class RewardRunner:
@@ -98,9 +87,9 @@ class RewardRunner:
         self._timeout_s = task.reward_timeout_s
         self._tasks: dict[int, Future[None]] = {}
         """Groups that `poll` has not returned."""
-        self._ended: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Rewarded | SamplingFailure] = queue.SimpleQueue()
         """Results on their way from the loop's thread to the one that submits."""
-        self.retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda key: key)
+        self.retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda lease_id: lease_id)
         """The groups whose rewards are tried again."""
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
@@ -115,30 +104,30 @@ class RewardRunner:
         """Groups submitted and not yet returned by `poll`."""
         return len(self._tasks)
 
-    def submit(self, key: int, samples: Sequence[Sample]) -> None:
-        """Start the rewards of a group; `key` names it in the results of `poll`."""
-        self._tasks[key] = self._in_loop(self._reward(key, tuple(samples)))
+    def submit(self, lease_id: int, samples: Sequence[Sample]) -> None:
+        """Start the rewards of a group; `lease_id` names it in the results of `poll`."""
+        self._tasks[lease_id] = self._in_loop(self._reward(lease_id, tuple(samples)))
 
-    def poll(self) -> list[Rewarded | RewardFailure]:
+    def poll(self) -> list[Rewarded | SamplingFailure]:
         """Return the results of groups that ended since the last call, each once. Never waits."""
         if not self._thread.is_alive():
             raise ServiceError("the thread of the rewards has ended; its traceback is above")
-        outcomes: list[Rewarded | RewardFailure] = []
+        outcomes: list[Rewarded | SamplingFailure] = []
         while not self._ended.empty():
             outcomes.append(self._ended.get())
         if self._pulse.is_blocked(time.monotonic()) and self._calls.is_async:
             detail = f"no result {self._timeout_s:g} s after the start: an async reward must not make blocking calls"
-            outcomes += [RewardFailure(key, "reward_timeout", detail) for key in self._tasks]
+            outcomes += [SamplingFailure(lease_id, "reward_timeout", detail) for lease_id in self._tasks]
             for task in self._tasks.values():
                 task.cancel()
-        return [outcome for outcome in outcomes if self._tasks.pop(outcome.key, None) is not None]
+        return [outcome for outcome in outcomes if self._tasks.pop(outcome.lease_id, None) is not None]
 
-    def cancel(self, key: int) -> None:
+    def cancel(self, lease_id: int) -> None:
         """Forget a group, if it is here; it is not tried again."""
-        task = self._tasks.pop(key, None)
+        task = self._tasks.pop(lease_id, None)
         if task is not None:
             task.cancel()
-            self.retries.forget(key)
+            self.retries.forget(lease_id)
 
     def close(self) -> None:
         """End all rewards and their processes."""
@@ -164,20 +153,20 @@ class RewardRunner:
             else:
                 return
 
-    async def _reward(self, key: int, samples: tuple[Sample, ...]) -> None:
+    async def _reward(self, lease_id: int, samples: tuple[Sample, ...]) -> None:
         # `poll` passes it over unless the function itself has raised `CancelledError`.
-        result: Rewarded | RewardFailure = RewardFailure(key, "reward_error", "cancelled")
+        result: Rewarded | SamplingFailure = SamplingFailure(lease_id, "reward_error", "cancelled")
         try:
-            result = await self._outcome(key, samples)
+            result = await self._outcome(lease_id, samples)
         except MistakeError as error:
             self._show_first(error.failure)
-            result = RewardFailure(key, "reward_error", error.failure.detail)
+            result = SamplingFailure(lease_id, "reward_error", error.failure.detail)
         except Exception as error:
             logger.exception("the rewards of a group failed")
-            result = RewardFailure(key, "reward_error", one_line(error))
+            result = SamplingFailure(lease_id, "reward_error", one_line(error))
         finally:
             # Also of a group that was cancelled while its attempt failed.
-            self.retries.forget(key)
+            self.retries.forget(lease_id)
             self._ended.put(result)
 
     def _show_first(self, failure: Failure) -> None:
@@ -187,25 +176,25 @@ class RewardRunner:
         self._has_shown_mistake = True
         logger.error("the reward function failed; it is shown in full only this once:\n%s", failure.traceback)
 
-    async def _outcome(self, key: int, samples: tuple[Sample, ...]) -> Rewarded | RewardFailure:
+    async def _outcome(self, lease_id: int, samples: tuple[Sample, ...]) -> Rewarded | SamplingFailure:
         """Try until every sample has its reward, or the time is over. Raises `MistakeError`."""
         rewards: dict[int, Reward] = {}
         num_attempts = num_killed = 0
         while True:
             left = [index for index in range(len(samples)) if index not in rewards]
-            outcomes = await self._calls.make([samples[index] for index in left], key, is_first=not num_attempts)
+            outcomes = await self._calls.make([samples[index] for index in left], lease_id, is_first=not num_attempts)
             rewards |= {index: outcome for index, outcome in zip(left, outcomes, strict=True) if isinstance(outcome, Reward)}
             failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
             now = time.monotonic()
             if failure is None:
-                self.retries.succeed(key, now)
-                return Rewarded(key, tuple(rewards[index] for index in range(len(samples))))
+                self.retries.succeed(lease_id, now)
+                return Rewarded(lease_id, tuple(rewards[index] for index in range(len(samples))))
             num_attempts += 1
             num_killed += failure.was_killed
-            failures = self.retries.fail(key, failure.detail, now)
+            failures = self.retries.fail(lease_id, failure.detail, now)
             if failures.again_at is None or num_killed >= MAX_KILLED_ATTEMPTS:
                 detail = f"{failure.detail}; tried {num_attempts} times in {now - failures.since:.0f} s"
-                return RewardFailure(key, "reward_timeout" if failure.is_timeout else "reward_unavailable", detail)
+                return SamplingFailure(lease_id, "reward_timeout" if failure.is_timeout else "reward_unavailable", detail)
             await asyncio.sleep(failures.again_at - now)
 
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
 from offbeat.actor.leases_at_work import LeasesAtWork, Outbox
+from offbeat.actor.rewards.failures import SamplingFailure
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner
 from offbeat.actor.rewards.samples import Sample
 from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.service import ActorService
@@ -125,7 +126,7 @@ class FakeRewards:
         self.num_polls = 0
         self.submitted: list[Sample] = []
         self.cancelled: list[int] = []
-        self._results: list[Rewarded | RewardFailure] = []
+        self._results: list[Rewarded | SamplingFailure] = []
 
     @property
     def retries(self) -> "FakeRewards":
@@ -139,7 +140,7 @@ class FakeRewards:
         self.submitted += samples
         rewarded = Rewarded(key, tuple(Reward(float(len(sample.completion)), {"length": 1.0}) for sample in samples))
         is_bad = samples[0].prompt == "bad"
-        self._results.append(RewardFailure(key, "reward_error", "no such row") if is_bad else rewarded)
+        self._results.append(SamplingFailure(key, "reward_error", "no such row") if is_bad else rewarded)
 
     def cancel(self, key: int) -> None:
         self.cancelled.append(key)
@@ -147,10 +148,10 @@ class FakeRewards:
     def trouble(self, now: float) -> RewardTrouble | None:
         if not self.is_held or not self._results:
             return None
-        lease_ids = tuple(result.key for result in self._results)
+        lease_ids = tuple(result.lease_id for result in self._results)
         return RewardTrouble(waiting_s=7.0, problem="the judge is down", lease_ids=lease_ids)
 
-    def poll(self) -> list[Rewarded | RewardFailure]:
+    def poll(self) -> list[Rewarded | SamplingFailure]:
         self.num_polls += 1
         if self.is_held:
             return []

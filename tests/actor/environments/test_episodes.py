@@ -24,7 +24,8 @@ from offbeat.actor.environments.messages import (
 )
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.leases_at_work import as_group
-from offbeat.actor.sampling import RewardedGroup, SamplingFailure
+from offbeat.actor.rewards.failures import SamplingFailure
+from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.messages import Lease, Sampling

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from offbeat.actor.rewards.failures import SamplingFailure
 from offbeat.actor.rewards.functions import Reward
-from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner
 from offbeat.actor.rewards.samples import Sample
 from offbeat.common.settings.config import ActorSection, TaskSection
 
@@ -46,14 +47,14 @@ def rewarded(key: int, *totals: float) -> Rewarded:
     return Rewarded(key, tuple(map(Reward, totals)))
 
 
-def wait(runner: RewardRunner, limit_s: float = 20.0) -> dict[int, Rewarded | RewardFailure]:
+def wait(runner: RewardRunner, limit_s: float = 20.0) -> dict[int, Rewarded | SamplingFailure]:
     """Wait for every submitted group; return the outcomes by key."""
-    outcomes: dict[int, Rewarded | RewardFailure] = {}
+    outcomes: dict[int, Rewarded | SamplingFailure] = {}
     deadline = time.monotonic() + limit_s
     while runner.num_pending and time.monotonic() < deadline:
         for outcome in runner.poll():
-            assert outcome.key not in outcomes
-            outcomes[outcome.key] = outcome
+            assert outcome.lease_id not in outcomes
+            outcomes[outcome.lease_id] = outcome
         time.sleep(0.005)
     assert not runner.num_pending
     return outcomes

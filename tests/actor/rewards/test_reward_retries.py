@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from offbeat.actor.rewards import retries
-from offbeat.actor.rewards.runner import RewardFailure, RewardRunner
+from offbeat.actor.rewards.failures import SamplingFailure
+from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.actor.rewards.samples import RewardUnavailable
 from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 
@@ -161,7 +162,7 @@ def test_mistake_fails_the_group_at_once_although_another_completion_waits(run_r
     runner = run_reward(reward)
     runner.submit(1, samples(["down", "good", "bad"]))
     outcome = wait(runner)[1]
-    assert isinstance(outcome, RewardFailure)
+    assert isinstance(outcome, SamplingFailure)
     assert outcome.reason == "reward_error"
     assert outcome.detail.startswith("KeyError: 'bad' (")
 
@@ -175,7 +176,7 @@ def test_first_mistake_is_shown_with_its_whole_traceback_and_later_ones_are_not(
     runner = run_reward(reward)
     for key in range(3):
         runner.submit(key, samples(["a"]))
-    assert {type(outcome) for outcome in wait(runner).values()} == {RewardFailure}
+    assert {type(outcome) for outcome in wait(runner).values()} == {SamplingFailure}
     (shown,) = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
     assert "return 1 / len(sample.row)" in shown
     assert "reward_functions.py" not in shown, "only the user's part"
@@ -188,7 +189,7 @@ def test_reward_that_stays_away_is_given_up_in_time(run_reward: MakeRunner) -> N
     runner = run_reward(reward, retry_s=0.1)
     runner.submit(1, samples(["a"]))
     outcome = wait(runner)[1]
-    assert isinstance(outcome, RewardFailure)
+    assert isinstance(outcome, SamplingFailure)
     assert outcome.reason == "reward_unavailable"
     assert outcome.detail.startswith("RewardUnavailable: the judge is down (")
 
@@ -308,7 +309,7 @@ def test_mistake_in_a_shared_call_fails_only_its_group(run_reward: MakeRunner) -
     may_go_on.set()
     outcomes = wait(runner)
     assert [outcomes[key] for key in (0, 1, 3)] == [rewarded(0, 0), rewarded(1, 1, 2), rewarded(3, 4)]
-    assert isinstance(outcomes[2], RewardFailure)
+    assert isinstance(outcomes[2], SamplingFailure)
 
 
 def test_function_of_a_group_sees_it_whole_and_again_when_it_was_not_to_be_had(run_reward: MakeRunner) -> None:
@@ -324,7 +325,7 @@ def test_function_of_a_group_sees_it_whole_and_again_when_it_was_not_to_be_had(r
     runner = run_reward(reward, weights={"even": 0.25})
     runner.submit(1, samples(["a", "bbb"]))
     outcome = wait(runner)[1]
-    assert not isinstance(outcome, RewardFailure)
+    assert not isinstance(outcome, SamplingFailure)
     assert [reward.total for reward in outcome.rewards] == [0.25, 1.25]
     assert [reward.parts for reward in outcome.rewards] == [{"longest": 0.0, "even": 1.0}, {"longest": 1.0, "even": 1.0}]
     assert seen == [["a", "bbb"]] * 2

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from offbeat.actor.rewards import calling
-from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.rewards.failures import SamplingFailure
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner
 from offbeat.common.errors import SettingError
 from tests.actor.rewards.reward_harness import make_runner_of, rewarded, samples, wait
 
@@ -158,10 +159,10 @@ def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
         runner.close()
 
 
-def failure(runner: RewardRunner, *completions: str) -> RewardFailure:
+def failure(runner: RewardRunner, *completions: str) -> SamplingFailure:
     runner.submit(1, samples(completions))
     outcome = wait(runner)[1]
-    assert isinstance(outcome, RewardFailure)
+    assert isinstance(outcome, SamplingFailure)
     assert "\n" not in outcome.detail
     return outcome
 
@@ -329,7 +330,7 @@ def test_reward_that_waits_beside_one_that_ends_its_process_is_computed(make_run
     runner.submit(2, samples(["stay"]))
     outcomes = wait(runner)
     assert outcomes[2] == rewarded(2, 1.0)
-    assert isinstance(outcomes[1], RewardFailure)
+    assert isinstance(outcomes[1], SamplingFailure)
 
 
 def test_processes_that_cannot_start_are_given_up_as_rewards_that_may_come_later(make_runner, monkeypatch):
@@ -360,7 +361,7 @@ def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
     runner = make_runner("blocks", timeout_s=0.2)
     runner.submit(1, samples(["a"]))
     outcome = wait(runner, limit_s=2.5)[1]
-    assert isinstance(outcome, RewardFailure)
+    assert isinstance(outcome, SamplingFailure)
     assert outcome.reason == "reward_timeout"
     assert "must not make blocking calls" in outcome.detail
 
