@@ -99,7 +99,6 @@ class Episodes:
         self._outcomes: list[RewardedGroup | SamplingFailure] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         """The counts so far, by the names that `ActorRow.environment` explains."""
-        self._has_shown_mistake = False
 
     @property
     def is_waiting(self) -> bool:
@@ -186,7 +185,6 @@ class Episodes:
                 self._workers.end(message.episode)
                 closing = self._closing.pop(message.episode, None)
                 if closing is None:
-                    self._show_first(message)
                     self._fail_or_put_off(message)
                 else:
                     self._note_closed(closing)
@@ -268,6 +266,7 @@ class Episodes:
         if episode is None:
             return
         if not message.is_transient:
+            self.retries.show_mistake(message.traceback)
             self._fail(episode.member.lease_id, "environment_error", message.detail)
             return
         self._forget(episode)
@@ -355,10 +354,3 @@ class Episodes:
         for other in self._workers.kill_worker_of(name, f"an episode did not end within {CLOSE_TIMEOUT_S:g} s"):
             self._take_death(other, is_blamed=False)
         self._closing.pop(name, None)
-
-    def _show_first(self, failed: messages.Failed) -> None:
-        """Log the whole traceback of the first mistake."""
-        if failed.is_transient or not failed.traceback or self._has_shown_mistake:
-            return
-        self._has_shown_mistake = True
-        logger.error("the environment failed; it is shown in full only this once:\n%s", failed.traceback)

@@ -78,6 +78,7 @@ class Retries(Generic[Key]):
         self._failing: dict[Key, Failures] = {}
         """Failures by key, the newest last; without those given up."""
         self._breaker = Breaker()
+        self._has_shown_mistake = False
 
     @property
     def is_failing(self) -> bool:
@@ -102,6 +103,12 @@ class Retries(Generic[Key]):
         """Note a success."""
         self._breaker.succeed(now)
         self.forget(key)
+
+    def show_mistake(self, traceback: str) -> None:
+        """Log the traceback of the first mistake, which no attempt would mend; empty where there is none."""
+        if traceback and not self._has_shown_mistake:
+            self._has_shown_mistake = True
+            logger.error("the function of the %s failed; it is shown in full only this once:\n%s", self._kind, traceback)
 
     def forget(self, key: Key) -> None:
         """Forget a key that is not tried again."""

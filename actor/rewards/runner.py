@@ -91,7 +91,6 @@ class RewardRunner:
         """Results on their way from the loop's thread to the one that submits."""
         self.retries: Retries[int] = Retries("rewards", task.reward_retry_s, lambda lease_id: lease_id)
         """The groups whose rewards are tried again."""
-        self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rewards", daemon=True)
         self._thread.start()
@@ -159,7 +158,7 @@ class RewardRunner:
         try:
             result = await self._outcome(lease_id, samples)
         except MistakeError as error:
-            self._show_first(error.failure)
+            self.retries.show_mistake(error.failure.traceback)
             result = SamplingFailure(lease_id, "reward_error", error.failure.detail)
         except Exception as error:
             logger.exception("the rewards of a group failed")
@@ -168,13 +167,6 @@ class RewardRunner:
             # Also of a group that was cancelled while its attempt failed.
             self.retries.forget(lease_id)
             self._ended.put(result)
-
-    def _show_first(self, failure: Failure) -> None:
-        """Log the whole traceback of the first mistake."""
-        if self._has_shown_mistake or not failure.traceback:
-            return
-        self._has_shown_mistake = True
-        logger.error("the reward function failed; it is shown in full only this once:\n%s", failure.traceback)
 
     async def _outcome(self, lease_id: int, samples: tuple[Sample, ...]) -> Rewarded | SamplingFailure:
         """Try until every sample has its reward, or the time is over. Raises `MistakeError`."""
