@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
-from offbeat.actor.environments.messages import PROMPT, Begin, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
+from offbeat.actor.environments.messages import PROMPT, PlayEpisode, SampleTurn, TurnSampled, Withdraw, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import encode_prompt
+from offbeat.common.settings.config import Config, max_episode_tokens
 from offbeat.common.user_code.environment_function import ToolSchema
 from offbeat.common.user_code.requests import Message
 
@@ -163,13 +164,13 @@ class ChatEpisode:
     def __init__(
         self,
         play: PlayEpisode,
-        begin: Begin,
+        config: Config,
         send: Callable[[SampleTurn | Withdraw], None],
         open_url: Callable[["ChatEpisode"], str],
     ) -> None:
-        """`begin` bounds the tokens of each sequence, and of all; `send` reaches the actor."""
+        """`config` bounds the tokens of each sequence, and of all; `send` reaches the actor."""
         self.play = play
-        self.max_length = begin.max_length
+        self.max_length = config.model.max_length
         self.rewards = 0.0
         """The sum of the rewards given so far."""
         self.turn_rewards: dict[int, float] = {}
@@ -187,7 +188,7 @@ class ChatEpisode:
         self._num_asked = 0
         """Turns asked for, which is the number of the next one."""
         self._replies: dict[int, asyncio.Future[TurnSampled]] = {}
-        self.room = begin.max_episode_tokens - play.num_prompt_tokens
+        self.room = max_episode_tokens(config) - play.num_prompt_tokens
         """Tokens that still fit into all sequences, without those that turns may get which are being sampled."""
         self._has_ended = False
 

@@ -9,12 +9,11 @@ checked before it is used.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.settings.config import Config
 from offbeat.protocols.fields import FreeText, Natural, Positive, RewardParts
 
 PROMPT = -1
@@ -24,23 +23,9 @@ PROMPT = -1
 class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first message to a worker: what all episodes share."""
 
-    function: str
-    """`task.environment`."""
-    tokenizer: str
+    config: Config
+    model: str
     """Folder of the model."""
-    has_chat_template: bool
-    """`data.chat_template`: the function adds messages, not raw text."""
-    template_arguments: dict[str, Any]
-    max_length: int
-    """Most tokens of a sequence, its prompt included."""
-    max_episode_tokens: int
-    """Most tokens of an episode in all its sequences, its prompt included."""
-    temperature: float = 1.0
-    """`rollout.temperature`."""
-    settings: EnvironmentSection = EnvironmentSection()
-    """`[environment]`."""
-    judge_key: str = ""
-    """`judge.key_env`."""
 
 
 class PlayEpisode(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -40,7 +40,7 @@ from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.child import framed, guard_session, join_parent, read_message
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.records.logs import PrintedText
-from offbeat.common.settings.config import Environment
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.user_code.environment_function import PlayFunction, load_environment, offer_tools
 from offbeat.protocols.fields import MAX_PARTS
 
@@ -56,14 +56,14 @@ class Worker:
     """The episodes of one process."""
 
     def __init__(
-        self, begin: Begin, function: PlayFunction, chat_format: ChatFormat, parser: TurnParser, writer: asyncio.StreamWriter
+        self, config: Config, function: PlayFunction, chat_format: ChatFormat, parser: TurnParser, writer: asyncio.StreamWriter
     ) -> None:
-        self._begin = begin
+        self._config = config
         self._function = function
         self._format = chat_format
         self._parser = parser
         self._writer = writer
-        self._endpoint = Endpoint(begin.temperature, begin.settings)
+        self._endpoint = Endpoint(config.rollout.temperature, config.environment)
         self._sessions: dict[str, AgentSession] = {}
         """The sessions of the episodes whose functions have asked for `chat.url`."""
         self._episodes: dict[str, ChatEpisode] = {}
@@ -73,7 +73,7 @@ class Worker:
         """Begin an episode, hand it a turn, or end it."""
         match message:
             case PlayEpisode(episode=episode):
-                self._episodes[episode] = ChatEpisode(message, self._begin, self._send, self._open_url)
+                self._episodes[episode] = ChatEpisode(message, self._config, self._send, self._open_url)
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case TurnSampled(episode=episode):
                 if episode in self._episodes:
@@ -136,7 +136,7 @@ class Worker:
         counts: dict[str, float] = {}
         if session is not None:
             counts["repeated_requests"] = float(session.num_repeated)
-        if session is not None and self._begin.settings.sampling == "override":
+        if session is not None and self._config.environment.sampling == "override":
             counts["overridden_requests"] = float(session.num_overrides)
         reward = reward_of(0.0 if returned is None else returned, {})
         parts = parts_of({**reward.parts, **episode.metrics})
@@ -158,7 +158,7 @@ class Worker:
     def _open_url(self, episode: ChatEpisode) -> str:
         name, chat = episode.play.episode, self._chat(episode)
         session = self._sessions[name] = AgentSession(
-            name.replace("/", "-"), self._begin.max_length, lambda messages, tools: chat.restart(messages, tools or None)
+            name.replace("/", "-"), self._config.model.max_length, lambda messages, tools: chat.restart(messages, tools or None)
         )
         return self._endpoint.open(session)
 
@@ -171,16 +171,16 @@ async def serve(end: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=end)
     begin = TO_WORKER.decode(await read_message(reader))
     assert isinstance(begin, Begin)
-    settings = begin.settings
+    config = begin.config
+    data, settings, environment = config.data, config.environment, environment_of(config)
     try:
-        environment = Environment(begin.function, settings.python, settings.requirements, settings.arguments)
         if environment.is_external:
-            function = await ExternalEnvironment.start(environment, begin.judge_key)
+            function = await ExternalEnvironment.start(environment, config.judge.key_env)
         else:
-            function = load_environment(begin.function)
-        arguments = await offer_tools(function, begin.function, begin.template_arguments, settings.tool_parser)
-        tokenizer = load_tokenizer(Path(begin.tokenizer))
-        chat_format = ChatFormat(tokenizer, arguments, has_chat_template=begin.has_chat_template)
+            function = load_environment(environment.function)
+        arguments = await offer_tools(function, environment.function, data.template_arguments, settings.tool_parser)
+        tokenizer = load_tokenizer(Path(begin.model))
+        chat_format = ChatFormat(tokenizer, arguments, has_chat_template=data.chat_template)
         parser = TurnParser(
             tokenizer, arguments.get("tools", ()), tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
@@ -190,7 +190,7 @@ async def serve(end: socket.socket) -> None:
         return
     writer.write(framed(Ready()))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="agent"))
-    worker = Worker(begin, function, chat_format, parser, writer)
+    worker = Worker(config, function, chat_format, parser, writer)
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             message = TO_WORKER.decode(await read_message(reader))

@@ -10,7 +10,7 @@ from offbeat.actor.environments.messages import FROM_WORKER, Begin, FromWorker, 
 from offbeat.actor.environments.worker_starts import WorkerStarts, can_fork
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.child import ChildError, Pipe
-from offbeat.common.settings.config import Config, environment_of, max_episode_tokens
+from offbeat.common.settings.config import Config, environment_of
 from offbeat.common.user_code.external_environment import interpreter
 
 logger = logging.getLogger(__name__)
@@ -24,17 +24,6 @@ MAX_STARTS = 5
 
 def start_workers(config: Config, model: Path) -> "Workers":
     """Return the workers of a run, ready to play; `model` is the folder of its model. Raise `ServiceError`."""
-    begin = Begin(
-        function=config.task.environment,
-        tokenizer=str(model),
-        has_chat_template=config.data.chat_template,
-        template_arguments=config.data.template_arguments,
-        max_length=config.model.max_length,
-        max_episode_tokens=max_episode_tokens(config),
-        temperature=config.rollout.temperature,
-        settings=config.environment,
-        judge_key=config.judge.key_env,
-    )
     if (environment := environment_of(config)).is_external:
         # Before the workers, which have less time for their start than packages may take.
         try:
@@ -43,7 +32,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
             raise ServiceError(str(error)) from error
     has_parser = bool(config.environment.tool_parser or config.environment.reasoning_parser)
     starts = WorkerStarts(forks=can_fork(), has_parser=has_parser)
-    return Workers(begin, config.environment.workers, starts)
+    return Workers(Begin(config=config, model=str(model)), config.environment.workers, starts)
 
 
 class WorkerProcess:

@@ -128,6 +128,7 @@ def loop() -> Iterator[Loop]:
     from offbeat.actor.environments.worker_starts import WorkerStarts
     from offbeat.actor.environments.workers import Workers
     from offbeat.common.models.folders import hash_model
+    from offbeat.common.settings.loading import load
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -143,15 +144,9 @@ def loop() -> Iterator[Loop]:
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
         engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=True)
-        begin = Begin(
-            function="tests.benchmarks.slow_tools:play",
-            tokenizer=str(folder),
-            has_chat_template=False,
-            template_arguments={},
-            max_length=MAX_LENGTH,
-            max_episode_tokens=MAX_LENGTH,
-        )
-        workers = Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
+        limits = [f"model.max_length={MAX_LENGTH}", f"train.micro_batch_tokens={MAX_LENGTH}"]
+        config = load(None, ["task.environment=tests.benchmarks.slow_tools:play", *limits])
+        workers = Workers(Begin(config=config, model=str(folder)), 1, WorkerStarts(forks=False, has_parser=False))
         try:
             yield Loop(engine, workers, AutoTokenizer.from_pretrained(folder).encode("1+1="))
         finally:

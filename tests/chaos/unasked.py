@@ -3,7 +3,8 @@
 from typing import Any, cast
 
 from offbeat.actor.environments.chat import Chat, ChatEpisode, NoRoom, Reply
-from offbeat.actor.environments.messages import Begin, PlayEpisode
+from offbeat.actor.environments.messages import PlayEpisode
+from offbeat.common.settings.config import Config
 
 
 class Unasked(Chat):
@@ -13,10 +14,7 @@ class Unasked(Chat):
         message = PlayEpisode(
             episode="1/0/0", row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False
         )
-        begin = Begin(
-            function="", tokenizer="", has_chat_template=False, template_arguments={}, max_length=9, max_episode_tokens=9
-        )
-        self.episode = ChatEpisode(message, begin, print, str)
+        self.episode = ChatEpisode(message, Config(), print, str)
         super().__init__(self.episode, cast(Any, None), cast(Any, None))
 
     async def sample(self, max_new_tokens: int | None = None) -> Reply:

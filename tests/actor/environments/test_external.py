@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from offbeat.actor.environments.chat import Chat
 from offbeat.actor.environments.external import ExternalEnvironment
@@ -35,6 +36,7 @@ from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.settings.config import FRAMEWORKS, Environment, EnvironmentSection
+from offbeat.common.settings.loading import load
 from offbeat.common.user_code import external_environment
 from offbeat.common.user_code.environment_host import host
 from offbeat.common.user_code.external_environment import check_external, environment_rows, interpreter
@@ -106,10 +108,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def begin(model: Path, function: str = "outside_games:play") -> Begin:
     arguments = {"bonus": 2} if function.endswith("play") else {}
-    return Begin(
-        function=function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=20,
-        max_episode_tokens=40, settings=EnvironmentSection(python=sys.executable, arguments=arguments),
-    )  # fmt: skip
+    settings = EnvironmentSection(python=sys.executable, arguments=arguments)
+    limits = load(None, [f"task.environment={function}", "model.max_length=20", "train.micro_batch_tokens=40"])
+    return Begin(config=replace(limits, environment=settings), model=str(model))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from offbeat.actor.environments.chat import Chat, ChatEpisode, ChatFormat
-from offbeat.actor.environments.messages import Begin, PlayEpisode, TurnSampled
+from offbeat.actor.environments.messages import PlayEpisode, TurnSampled
 from offbeat.actor.environments.tool_calls import Parsed, ToolCall, TurnParser
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 
 pytestmark = pytest.mark.slow
 
@@ -96,10 +97,7 @@ def test_functions_turns_have_calls_and_its_answers_are_messages(tokenizer: Any)
         episode="1/0/0", row="{}", prompt="", num_prompt_tokens=9, max_new_tokens=99, seed=0, is_evaluation=False
     )
     parser = TurnParser(tokenizer, tool_parser="hermes")
-    begin = Begin(
-        function="", tokenizer="", has_chat_template=True, template_arguments={}, max_length=999, max_episode_tokens=999
-    )
-    episode = ChatEpisode(play, begin, asked.append, lambda _: "")
+    episode = ChatEpisode(play, Config(), asked.append, lambda _: "")
     chat = Chat(episode, ChatFormat(tokenizer, {}, has_chat_template=True), parser)
 
     async def answered() -> list[str]:

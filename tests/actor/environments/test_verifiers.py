@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from offbeat.actor.environments.messages import Begin, Ended, Failed, FromWorker, PlayEpisode, SampleTurn, TurnSampled
 from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.settings.config import Environment, EnvironmentSection
+from offbeat.common.settings.loading import load
 from offbeat.common.user_code.external_environment import environment_rows
 from tests.conftest import ALPHABET
 
@@ -88,10 +90,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def started(model: Path, environment: Environment) -> Workers:
-    begin = Begin(
-        function=environment.function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=40,
-        max_episode_tokens=80, settings=EnvironmentSection(python=PYTHON, arguments=dict(environment.arguments)),
-    )  # fmt: skip
+    limits = load(None, [f"task.environment={environment.function}", "model.max_length=40", "train.micro_batch_tokens=80"])
+    settings = EnvironmentSection(python=PYTHON, arguments=dict(environment.arguments))
+    begin = Begin(config=replace(limits, environment=settings), model=str(model))
     return Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
 
 

@@ -21,6 +21,7 @@ from offbeat.common.errors import ServiceError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.child import Fork
 from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 
 pytestmark = pytest.mark.slow
@@ -36,15 +37,13 @@ from offbeat.actor.environments.messages import Begin, PlayEpisode
 from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.processes.child import Fork
+from offbeat.common.settings.loading import load
 
 logging.basicConfig()
 signal.signal(signal.SIGTERM, lambda *_: None)
 print("once", end=" ")
 starts = WorkerStarts(forks=True, has_parser=False)
-begin = Begin(
-    function="games:play", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
-)
-workers = Workers(begin, 2, starts)
+workers = Workers(Begin(config=load(None, ["task.environment=games:play"]), model=""), 2, starts)
 print(type(starts._forker) is Fork, flush=True)
 print(os.getpid(), starts._forker.pid, *[one._process.pid for one in workers._workers], flush=True)
 for line in sys.stdin:
@@ -178,11 +177,8 @@ def test_starts_are_closed_with_their_workers_also_where_none_could_start(monkey
     starts = WorkerStarts(forks=True, has_parser=False)
     forker = starts._forker
     assert forker is not None
-    begin = Begin(
-        function="", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
-    )
     with pytest.raises(ServiceError, match="an environment worker cannot start"):
-        Workers(begin, 1, starts)
+        Workers(Begin(config=Config(), model=""), 1, starts)
     until(lambda: processes.has_ended(forker.pid))
 
 
@@ -224,6 +220,6 @@ def test_what_the_settings_file_says_of_an_environment_reaches_its_workers(
     )
     monkeypatch.setattr(workers_module, "Workers", lambda begin, num_workers, starts: (begin, num_workers))
     begin, num_workers = cast(tuple[Begin, int], workers_module.start_workers(load(file), tmp_path))
-    settings = begin.settings
-    assert (begin.function, settings.identical_requests, settings.sampling) == ("games:play", "sample_again", "override")
-    assert (settings.arguments, begin.max_length, num_workers) == ({"level": 2}, 77, 3)
+    config, settings = begin.config, begin.config.environment
+    assert (config.task.environment, config.model.max_length, num_workers) == ("games:play", 77, 3)
+    assert (settings.identical_requests, settings.sampling, settings.arguments) == ("sample_again", "override", {"level": 2})

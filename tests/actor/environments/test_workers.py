@@ -23,6 +23,7 @@ from offbeat.actor.environments.worker_starts import WorkerStarts
 from offbeat.actor.environments.workers import Workers
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes import process_table as processes
+from offbeat.common.settings.loading import load
 from tests.conftest import ALPHABET
 
 pytestmark = pytest.mark.slow
@@ -157,14 +158,8 @@ def fragile(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
 
 
 def begin(model: Path, function: str = "games:play", max_length: int = 20) -> Begin:
-    return Begin(
-        function=function,
-        tokenizer=str(model),
-        has_chat_template=False,
-        template_arguments={},
-        max_length=max_length,
-        max_episode_tokens=40,
-    )
+    settings = [f"task.environment={function}", f"model.max_length={max_length}", "train.micro_batch_tokens=40"]
+    return Begin(config=load(None, settings), model=str(model))
 
 
 def play(workers: Workers, episode: str, kind: str, turns: int = 1) -> None:

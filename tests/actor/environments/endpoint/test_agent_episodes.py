@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from offbeat.actor.environments.chat import ChatFormat
 from offbeat.actor.environments.messages import (
     FROM_WORKER,
-    Begin,
     CancelEpisode,
     Ended,
     Failed,
@@ -26,7 +25,7 @@ from offbeat.actor.environments.messages import (
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.environments.worker import Worker
 from offbeat.common.processes.child import HEAD
-from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.settings.loading import load
 from tests.actor.environments.endpoint.endpoint_harness import plain_client
 
 PROMPT: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -71,15 +70,12 @@ def tokenizer(tiny_bpe_model: Path) -> Any:
 
 @asynccontextmanager
 async def playing(
-    tokenizer: Any, function: Callable[..., Awaitable[Any]], *turns: str, **options: Any
+    tokenizer: Any, function: Callable[..., Awaitable[Any]], *turns: str, setting: str = "rollout.temperature=1"
 ) -> AsyncIterator[tuple[Actor, ChatFormat]]:
     """Begin one episode."""
+    config = load(None, ["model.max_length=400", "train.micro_batch_tokens=2000", setting])
     actor, chat_format = Actor(tokenizer, list(turns)), ChatFormat(tokenizer, {}, has_chat_template=True)
-    begin = Begin(
-        function="", tokenizer="", has_chat_template=True, template_arguments={},
-        **{"max_length": 400, "max_episode_tokens": 2000, **options},
-    )  # fmt: skip
-    actor.worker = Worker(begin, function, chat_format, TurnParser(tokenizer), cast(asyncio.StreamWriter, actor))
+    actor.worker = Worker(config, function, chat_format, TurnParser(tokenizer), cast(asyncio.StreamWriter, actor))
     prompt = chat_format.opening(PROMPT)
     play = PlayEpisode(
         episode="3/1/0", row=ROW, prompt="", num_prompt_tokens=len(prompt), prompt_digest=digest_of(prompt), max_new_tokens=50,
@@ -288,11 +284,11 @@ def test_agents_refused_field_fails_the_episode_with_its_cure_and_is_counted_whe
             assert isinstance(end, Failed)
             assert not end.is_transient
             assert "temperature = 0.2" in end.detail
-        async with playing(tokenizer, play, "4", settings=EnvironmentSection(sampling="override")) as (actor, _):
+        async with playing(tokenizer, play, "4", setting="environment.sampling=override") as (actor, _):
             end = await actor.ends.get()
             assert isinstance(end, Ended)
             assert end.parts == {"overridden_requests": 1.0, "repeated_requests": 0.0}
-        async with playing(tokenizer, play, "4", temperature=0.2) as (actor, _):
+        async with playing(tokenizer, play, "4", setting="rollout.temperature=0.2") as (actor, _):
             assert isinstance(await actor.ends.get(), Ended)
 
     asyncio.run(check())
