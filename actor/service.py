@@ -35,7 +35,7 @@ from offbeat.common.processes.gpu_turn import ActorTurn, EngineTurns
 from offbeat.common.processes.own_process import report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
-from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.hub_keys import keys_of_peer
 from offbeat.protocols import messages
 from offbeat.protocols.channels import Link
@@ -103,15 +103,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
         sampler = (
             SingleTurns(engine, load_tokenizer(model), judge)
             if isinstance(judge, RewardRunner)
-            else Episodes(
-                engine,
-                judge,
-                config.environment,
-                max_length=config.model.max_length,
-                max_episode_tokens=max_episode_tokens(config),
-                retry_s=config.task.reward_retry_s,
-                keeps_kv=config.actor.on_update == "keep_kv",
-            )
+            else Episodes(engine, judge, config)
         )
         leases = LeasesAtWork(engine, sampler, outbox, max_message_bytes=limit, images=images)
         gpu = None if turn is None else _turns_of(engine, turn)

@@ -30,7 +30,7 @@ from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.retries import Retries
 from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.models.images import ImagePatches
-from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.settings.config import Config, max_episode_tokens
 from offbeat.protocols.messages import Lease
 from offbeat.protocols.payload import MAX_TURNS
 
@@ -68,29 +68,13 @@ class _Closing(NamedTuple):
 class Episodes:
     """The episodes at work; see `SingleTurns` for the methods."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        workers: Workers,
-        limits: EnvironmentSection,
-        *,
-        max_length: int,
-        max_episode_tokens: int,
-        retry_s: float,
-        keeps_kv: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all together, the prompt included;
-        `retry_s` is `task.reward_retry_s`. `keeps_kv`: turns read keys and values of older weights (`actor.on_update`).
-        """
+    def __init__(self, engine: Engine, workers: Workers, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._workers = workers
-        self._limits = limits
-        self._max_length = max_length
-        self._max_episode_tokens = max_episode_tokens
-        self._keeps_kv = keeps_kv
+        self._config = config
+        self._limits = config.environment
         self._clock = clock
-        self.retries: Retries[GroupMember] = Retries("episodes", retry_s, lambda member: member.lease_id)
+        self.retries: Retries[GroupMember] = Retries("episodes", config.task.reward_retry_s, lambda member: member.lease_id)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
         self._requests: dict[str, tuple[Episode, int]] = {}
@@ -204,8 +188,8 @@ class Episodes:
             self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
             return
         prompt = [*episode.tokens_before(continues), *message.context]
-        room_of_all = self._max_episode_tokens - episode.num_tokens - len(message.context)
-        room = min(self._max_length - len(prompt), room_of_all)
+        room_of_all = max_episode_tokens(self._config) - episode.num_tokens - len(message.context)
+        room = min(self._config.model.max_length - len(prompt), room_of_all)
         if room < 1 or not prompt:
             flaw = "more tokens than fit" if prompt else "a sequence that begins with nothing"
             self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
@@ -217,7 +201,7 @@ class Episodes:
         longest = min(sampling.max_new_tokens, message.max_new_tokens, room)
         request = episode.ask(EpisodeTurn(continues, message.context, longest))
         self._requests[request] = episode, number
-        if self._keeps_kv and of_lease.cached_at is None:
+        if self._config.actor.on_update == "keep_kv" and of_lease.cached_at is None:
             of_lease.cached_at = self._engine.num_loads
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self._engine.submit([request], prompt, sampling, cached_at=of_lease.cached_at)

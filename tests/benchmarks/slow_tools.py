@@ -59,18 +59,14 @@ class Trial(NamedTuple):
 class Loop:
     """The engine, the environment process and the leases at work."""
 
-    def __init__(self, engine: Any, workers: Any, prompt: list[int]) -> None:
+    def __init__(self, engine: Any, workers: Any, config: Any, prompt: list[int]) -> None:
         from offbeat.actor.environments.episodes import Episodes
-        from offbeat.common.settings.config import EnvironmentSection
 
-        limits = EnvironmentSection(turn_timeout_s=60.0, episode_timeout_s=120.0)
         self._engine = engine
         self._prompt = prompt
         self._numbers = itertools.count()
         self._slow: set[int] = set()
-        self._episodes = Episodes(
-            engine, workers, limits, max_length=MAX_LENGTH, max_episode_tokens=MAX_LENGTH, retry_s=0.0, keeps_kv=False
-        )
+        self._episodes = Episodes(engine, workers, config)
 
     def run(self, num_slow: int) -> Trial:
         """Keep the groups at work for `TRIAL_S`, then let all of them end."""
@@ -144,11 +140,12 @@ def loop() -> Iterator[Loop]:
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
         engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=True)
-        limits = [f"model.max_length={MAX_LENGTH}", f"train.micro_batch_tokens={MAX_LENGTH}"]
-        config = load(None, ["task.environment=tests.benchmarks.slow_tools:play", *limits])
+        lengths = [f"model.max_length={MAX_LENGTH}", f"train.micro_batch_tokens={MAX_LENGTH}"]
+        limits = ["turn_timeout_s=60", "episode_timeout_s=120", "reward_retry_s=0", "actor.on_update=recompute_kv"]
+        config = load(None, ["task.environment=tests.benchmarks.slow_tools:play", *lengths, *limits])
         workers = Workers(Begin(config=config, model=str(folder)), 1, WorkerStarts(forks=False, has_parser=False))
         try:
-            yield Loop(engine, workers, AutoTokenizer.from_pretrained(folder).encode("1+1="))
+            yield Loop(engine, workers, config, AutoTokenizer.from_pretrained(folder).encode("1+1="))
         finally:
             workers.close()
             engine.close()

@@ -26,7 +26,7 @@ from offbeat.actor.environments.workers import Workers
 from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.rewards.failures import SamplingFailure
 from offbeat.actor.sampling import RewardedGroup
-from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.settings.loading import load
 from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.messages import Lease, Sampling
 from offbeat.protocols.payload import Segment, Turn
@@ -34,7 +34,8 @@ from offbeat.protocols.wire import decode_from_actor, encode
 from tests.actor.actor_harness import FakeEngine
 from tests.trees import read_by_turns, trees_of_turns
 
-LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, max_retries=2)
+MAX_RETRIES = 2
+LIMITS = ("turn_timeout_s=10", "episode_timeout_s=50", f"environment.max_retries={MAX_RETRIES}", "reward_retry_s=60")
 PROMPT = [1, 2]
 
 
@@ -80,16 +81,13 @@ class Game:
     ) -> None:
         self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
         self.engine.num_loads = 3
-        self.episodes = Episodes(
-            self.engine,
-            cast(Workers, self.workers),
-            LIMITS,
-            max_length=max_length,
-            max_episode_tokens=max_episode_tokens,
-            retry_s=60,
-            keeps_kv=keeps_kv,
-            clock=lambda: self.now,
-        )
+        settings = [
+            *LIMITS,
+            f"model.max_length={max_length}",
+            f"train.micro_batch_tokens={max_episode_tokens}",
+            f"actor.on_update={'keep_kv' if keeps_kv else 'recompute_kv'}",
+        ]
+        self.episodes = Episodes(self.engine, cast(Workers, self.workers), load(None, settings), lambda: self.now)
         self.begin(7, group_size)
 
     def begin(self, lease_id: int, group_size: int = 1) -> None:
@@ -408,7 +406,7 @@ def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_onc
 
 def test_episode_whose_process_is_replaced_for_another_keeps_its_tries() -> None:
     game = Game()
-    for attempt in range(2 * LIMITS.max_retries):
+    for attempt in range(2 * MAX_RETRIES):
         game.poll(sample(f"7/0/{attempt}"))
         game.begin(100 + attempt)
         game.now += 10.5
@@ -421,7 +419,7 @@ def test_episode_whose_process_is_replaced_for_another_keeps_its_tries() -> None
         game.sampled(f"{100 + attempt}/0/1", 1, [6])
         assert len(game.poll(ended(f"{100 + attempt}/0/1"))) == 1
         game.workers.end(f"{100 + attempt}/0/1")
-    assert game.workers.open()[-2:] == [f"7/0/{2 * LIMITS.max_retries}", f"{99 + 2 * LIMITS.max_retries}/0/1"]
+    assert game.workers.open()[-2:] == [f"7/0/{2 * MAX_RETRIES}", f"{99 + 2 * MAX_RETRIES}/0/1"]
 
 
 def test_time_in_the_engine_is_not_the_functions() -> None:

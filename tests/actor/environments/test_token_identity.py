@@ -17,7 +17,7 @@ from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, PlayE
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.sampling import RewardedGroup
 from offbeat.common.models.folders import hash_model
-from offbeat.common.settings.config import EnvironmentSection
+from offbeat.common.settings.loading import load
 from offbeat.protocols.messages import Lease, Sampling
 from tests.trees import read_by_turns
 from tests.weights import buffer_of
@@ -103,15 +103,8 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
     versions: dict[int, list[tuple[str, torch.Tensor]]] = {0: weights_of(model, 0)}
     engine.load_weights(buffer_of(versions[0]), 0, recompute_kv=True)
     talk = Talk()
-    episodes = Episodes(
-        engine,
-        cast(Workers, talk),
-        EnvironmentSection(),
-        max_length=MAX_LENGTH,
-        max_episode_tokens=200,
-        retry_s=0.0,
-        keeps_kv=False,
-    )
+    settings = [f"max_length={MAX_LENGTH}", "micro_batch_tokens=200", "reward_retry_s=0", "on_update=recompute_kv"]
+    episodes = Episodes(engine, cast(Workers, talk), load(None, settings))
     lease = Lease(
         lease_id=3, prompt_id=0, group_size=GROUP_SIZE, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
         prompt="1+1=", row="{}",
