@@ -10,11 +10,12 @@ itself, and changes weights only between two of them.
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,14 +66,6 @@ CPU_KV_CACHE_BYTES = 256 << 20
 
 Left to itself vLLM takes nine tenths of the machine's memory.
 """
-
-
-class _Fresh(NamedTuple):
-    """The arguments of a call of `submit` without `cached_at`."""
-
-    prompt_token_ids: Sequence[int]
-    sampling: Sampling
-    images: Sequence[ImagePatches]
 
 
 class VllmEngine:
@@ -126,9 +119,8 @@ class VllmEngine:
         self.info = _describe(config, settings, has_weight_files=has_files)
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
-        self._sampling_params: dict[Sampling, SamplingParams] = {}
-        self._fresh: dict[str, _Fresh] = {}
-        """Unfinished completions whose prompts may not start on keys of earlier weights."""
+        self._fresh: dict[str, tuple[Sequence[int], Sampling, Sequence[ImagePatches]]] = {}
+        """What `submit` was given for unfinished completions whose prompts may not start on keys of earlier weights."""
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
@@ -155,13 +147,13 @@ class VllmEngine:
     ) -> None:
         check_prompt_length(len(prompt_token_ids), self.info.max_model_len)
         if cached_at is None:
-            self._fresh |= dict.fromkeys(request_ids, _Fresh(prompt_token_ids, sampling, images))
-        params = self._sampling_params.get(sampling)
-        if params is None:
-            params = self._sampling_params[sampling] = _sampling_params(sampling)
+            self._fresh |= dict.fromkeys(request_ids, (prompt_token_ids, sampling, images))
         # `LLMEngine.add_request` would check and convert the same prompt for each completion.
         processed = self._engine.input_processor.process_inputs(
-            "", self._prompt(prompt_token_ids, images, cached_at), params, self._engine.get_supported_tasks()
+            "",
+            self._prompt(prompt_token_ids, images, cached_at),
+            _sampling_params(sampling),
+            self._engine.get_supported_tasks(),
         )
         for request_id in request_ids:
             request = copy.copy(processed)
@@ -247,7 +239,7 @@ class VllmEngine:
         for request_id in waiting:
             if (fresh := self._fresh.get(request_id)) is not None:
                 self._engine.abort_request([request_id])
-                self.submit([request_id], fresh.prompt_token_ids, fresh.sampling, fresh.images)
+                self.submit([request_id], *fresh)
 
     def _finish_steps_in_flight(self) -> None:
         """Read the tokens of all steps that have begun; they belong to the weights that the steps began with."""
@@ -412,6 +404,7 @@ def _import_model_classes(names: Iterable[str]) -> None:
         ModelRegistry.register_model(name, found)
 
 
+@functools.cache
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
