@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -92,14 +92,6 @@ _REGAINED = 0.5
 """Part of a lease that each finished group adds to `LeasesAtWork.most`: one that expires by chance costs little."""
 
 
-class _WaitingLease(NamedTuple):
-    """A lease whose weights are not here yet."""
-
-    lease: Lease
-    prompt_token_ids: list[int]
-    images: tuple[ImagePatches, ...]
-
-
 @dataclass(eq=False)
 class LeasesAtWork:
     """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
@@ -124,7 +116,8 @@ class LeasesAtWork:
     """
     _lease_ids: dict[int, float] = field(default_factory=dict)
     """The leases at work, with the times at which they expire."""
-    _waiting: list[_WaitingLease] = field(default_factory=list)
+    _waiting: dict[int, tuple[Lease, list[int], tuple[ImagePatches, ...]]] = field(default_factory=dict)
+    """Those whose weights are not here yet, with what `sampler.begin` will get."""
 
     @property
     def lease_ids(self) -> tuple[int, ...]:
@@ -143,7 +136,7 @@ class LeasesAtWork:
         except ImageError as error:
             self._fail(lease.lease_id, "image_error", one_line(error))
             return
-        self._waiting.append(_WaitingLease(lease, prompt_token_ids, images))
+        self._waiting[lease.lease_id] = lease, prompt_token_ids, images
         self._lease_ids[lease.lease_id] = self.clock() + _LATE * lease.timeout_s
 
     def start_ready(self) -> None:
@@ -151,10 +144,8 @@ class LeasesAtWork:
         version = self._engine.policy_version
         if version is None:
             return
-        ready = [waiting for waiting in self._waiting if waiting.lease.min_policy_version <= version]
-        self._waiting = [waiting for waiting in self._waiting if waiting.lease.min_policy_version > version]
-        for lease, prompt_token_ids, images in ready:
-            self.sampler.begin(lease, prompt_token_ids, images)
+        for lease_id in [lease_id for lease_id, (lease, *_) in self._waiting.items() if lease.min_policy_version <= version]:
+            self.sampler.begin(*self._waiting.pop(lease_id))
 
     def step(self) -> None:
         """Advance the engine by one step."""
@@ -185,7 +176,7 @@ class LeasesAtWork:
 
     def return_waiting(self) -> None:
         """Give the leases that have not begun back to the learner."""
-        self._return([waiting.lease.lease_id for waiting in self._waiting])
+        self._return(tuple(self._waiting))
 
     def _finish(self, group: RewardedGroup) -> None:
         message, arrays = as_group(group)
@@ -211,7 +202,7 @@ class LeasesAtWork:
         if lease_id in self._lease_ids:
             del self._lease_ids[lease_id]
             self.sampler.cancel(lease_id)
-            self._waiting = [waiting for waiting in self._waiting if waiting.lease.lease_id != lease_id]
+            self._waiting.pop(lease_id, None)
 
 
 def as_group(group: RewardedGroup) -> tuple[GroupDone, tuple[Array, ...]]:
