@@ -47,25 +47,6 @@ logger = logging.getLogger(__name__)
 Activity = Literal["generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards", "wait_gpu"]
 
 
-class LoopSeconds:
-    """Sums the seconds spent on each activity since the start."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._totals: dict[str, float] = dict.fromkeys(get_args(Activity), 0.0)
-
-    @contextlib.contextmanager
-    def spent_on(self, activity: Activity) -> Iterator[None]:
-        """Add the time inside the `with` block to `activity`."""
-        started = self._clock()
-        yield
-        self._totals[activity] += self._clock() - started
-
-    def totals(self) -> dict[str, float]:
-        """Return a copy of the seconds by activity."""
-        return dict(self._totals)
-
-
 IDLE_WAIT_S = 0.05
 """Longest wait for a message when there is nothing to sample."""
 STEP_LIMIT_S = 600.0
@@ -160,7 +141,8 @@ class ActorService:
         self._outbox = leases.outbox
         self._stop = stop
         self._clock = clock
-        self._seconds = LoopSeconds(clock)
+        self._seconds: dict[str, float] = dict.fromkeys(get_args(Activity), 0.0)
+        """Seconds spent on each activity since the start."""
         self.page = ActorPage(clock)
         """The numbers and probes of this actor, for a web server."""
         self._learner = LearnerContact(link, identity, config, engine.info, clock)
@@ -243,8 +225,15 @@ class ActorService:
     def _share_gpu(self) -> None:
         """Let the learner have the GPU between two steps of the engine, and take it back."""
         if self._gpu is not None:
-            with self._seconds.spent_on("wait_gpu"), self._learner.busy(STEP_LIMIT_S, "a change of turns on the GPU"):
+            with self._spent_on("wait_gpu"), self._learner.busy(STEP_LIMIT_S, "a change of turns on the GPU"):
                 self._is_awake = self._gpu.look()
+
+    @contextlib.contextmanager
+    def _spent_on(self, activity: Activity) -> Iterator[None]:
+        """Add the time inside the `with` block to `activity`."""
+        started = self._clock()
+        yield
+        self._seconds[activity] += self._clock() - started
 
     def _commit_weights(self) -> None:
         """Report the end of a weight transfer; after a success, swap the weights in. Score the model's files before."""
@@ -254,12 +243,12 @@ class ActorService:
             return
         self._learner.send(outcome)
         if not outcome.error:
-            with self._seconds.spent_on("commit_weights"):
+            with self._spent_on("commit_weights"):
                 self._weights.commit(outcome.policy_version)
 
     def _generate(self) -> None:
         self.page.be_busy(STEP_LIMIT_S)
-        with self._seconds.spent_on("generate"), self._learner.busy(STEP_LIMIT_S, "a step of the engine"):
+        with self._spent_on("generate"), self._learner.busy(STEP_LIMIT_S, "a step of the engine"):
             self._leases.step()
 
     def _send_answers(self) -> None:
@@ -289,7 +278,7 @@ class ActorService:
     def _read_messages(self, longest_wait_s: float) -> None:
         """Handle every message that is here; wait for the first one."""
         self.page.turn(is_welcome=self._learner.is_welcome, has_weights=self._engine.policy_version is not None)
-        with self._seconds.spent_on(self._reason_to_wait()) if longest_wait_s else contextlib.nullcontext():
+        with self._spent_on(self._reason_to_wait()) if longest_wait_s else contextlib.nullcontext():
             received = self._learner.receive(longest_wait_s)
         while received is not None:
             self._handle(received.message, received.arrays)
@@ -386,7 +375,7 @@ class ActorService:
             num_generated_tokens=self._engine.num_generated_tokens,
             num_groups_sent=self._leases.num_groups,
             num_running_completions=self._engine.num_unfinished,
-            seconds=self._seconds.totals(),
+            seconds=dict(self._seconds),
             judge=counts_of_judge(),
             environment=self._leases.sampler.counts(),
         )
