@@ -111,14 +111,8 @@ def _option(pair: str) -> tuple[str, Any]:
 
 
 def _row(generator: Generator, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    made = {
-        "name": generator.name,
-        "options": generator.options,
-        "size": generator.size,
-        "seed": generator.seed,
-        "index": index,
-    }
-    return {"prompt": entry["question"], "answer": str(entry["answer"]), "task": generator.task, "generated": made}
+    made = {**generator._asdict(), "index": index}
+    return {"prompt": entry["question"], "answer": str(entry["answer"]), "task": made.pop("task"), "generated": made}
 
 
 @functools.lru_cache(maxsize=64)
