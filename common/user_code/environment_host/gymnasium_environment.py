@@ -11,6 +11,7 @@ shows the environment's own picture where it has one. Rows are seeds.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -53,12 +54,10 @@ class GymnasiumEnvironment:
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         """Yield seeds with their first observations, for ever. The split `test` has other seeds."""
-        environment, number = self._make(), 0
-        while True:
-            seed = number + (1_000_000 if split == "test" else 0)
+        environment = self._make()
+        for seed in itertools.count(1_000_000 if split == "test" else 0):
             observation, _ = environment.reset(seed=seed)
             yield {"prompt": self._first(environment, observation), "seed": seed}
-            number += 1
 
     def _first(self, environment: Any, observation: Any) -> str:
         return f"{self._rules}\n{self._shown(environment, observation)}"

@@ -44,6 +44,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Iterator  # noqa: UP035, Python 3.9 reads it
 
 FRAMEWORKS = ("gymnasium", "harbor", "nemo_gym", "openenv", "verifiers")
@@ -299,12 +300,7 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
     module = importlib.import_module(prefix)
     if not callable(getattr(module, rest, None)):
         raise ValueError(f"{module.__file__} has no function {rest!r}")
-
-    class Own:
-        play = staticmethod(getattr(module, rest))
-        rows = staticmethod(module.rows) if hasattr(module, "rows") else None
-
-    return Own
+    return SimpleNamespace(play=getattr(module, rest), rows=getattr(module, "rows", None))
 
 
 async def serve(host: EnvironmentHost, messages: Messages) -> None:

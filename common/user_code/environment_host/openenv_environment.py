@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -52,10 +53,8 @@ class OpenEnvEnvironment:
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         """Yield seeds, for ever. The split `test` has other ones."""
-        number = 1_000_000 if split == "test" else 0
-        while True:
-            yield {"prompt": self._rules, "seed": number}
-            number += 1
+        for seed in itertools.count(1_000_000 if split == "test" else 0):
+            yield {"prompt": self._rules, "seed": seed}
 
     async def play(self, chat: Any, row: dict[str, Any]) -> dict[str, float]:
         """Play until the environment is done or the next turn does not fit; return the sum of the rewards."""
