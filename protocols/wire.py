@@ -30,10 +30,6 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-WITH_ARRAY = frozenset(
-    (messages.Welcome, messages.CanaryScored, messages.FilesScored, messages.CanaryRouted, messages.Chunk, messages.RunPart)
-)
-"""Messages with one array frame after the body; all others but groups and leases have none."""
 _FOR_PEOPLE = (
     messages.Ack,
     messages.Goodbye,
@@ -91,7 +87,7 @@ class FromLearner(NamedTuple):
 
 def encode(message: messages.ActorMessage | messages.LearnerMessage, *arrays: Array) -> list[Frame]:
     """Return the frames of a message and its arrays."""
-    expected = _num_arrays(message)
+    expected = len(_item_sizes(message))
     assert len(arrays) == expected, f"{type(message).__name__} takes {expected} arrays, got {len(arrays)}"
     return [MAGIC, _encoder.encode(message), *(_array_frame(array) for array in arrays)]
 
@@ -232,25 +228,28 @@ def has_context(completions: Sequence[CompletionMeta]) -> bool:
     return False
 
 
-def _num_arrays(message: messages.ActorMessage | messages.LearnerMessage) -> int:
-    if isinstance(message, messages.GroupDone):
-        return 2 + has_context(message.completions) + (message.experts is not None)
-    if isinstance(message, messages.Lease):
-        return 2 if message.images else 1
-    return int(type(message) in WITH_ARRAY)
+def _item_sizes(message: messages.ActorMessage | messages.LearnerMessage) -> tuple[int, ...]:
+    """Return the size of an item of each array that a message has: `ITEM_BYTES` for numbers, 1 for bytes."""
+    match message:
+        case messages.GroupDone(experts=experts):
+            return (ITEM_BYTES,) * (2 + has_context(message.completions)) + (1,) * (experts is not None)
+        case messages.Lease(images=images):
+            return (ITEM_BYTES, 1) if images else (ITEM_BYTES,)
+        case messages.Welcome() | messages.CanaryScored() | messages.FilesScored() | messages.CanaryRouted():
+            return (ITEM_BYTES,)
+        case messages.Chunk() | messages.RunPart():
+            return (1,)
+        case _:
+            return ()
 
 
 def _check_arrays(message: messages.ActorMessage | messages.LearnerMessage, arrays: Sequence[Frame]) -> None:
-    expected = _num_arrays(message)
-    if len(arrays) != expected:
-        raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
-    for index, array in enumerate(arrays):
-        is_bytes = isinstance(message, messages.Chunk | messages.RunPart) or (
-            isinstance(message, messages.Lease) and index == 1
-        )
-        is_bytes |= isinstance(message, messages.GroupDone) and message.experts is not None and index == expected - 1
-        if len(array) % ITEM_BYTES and not is_bytes:
-            raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
+    sizes = _item_sizes(message)
+    if len(arrays) != len(sizes):
+        raise WireError(f"{type(message).__name__} has {len(sizes)} array frames, got {len(arrays)}")
+    for index, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+        if len(array) % size:
+            raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {size}")
 
 
 def _check_group(message: messages.GroupDone, arrays: Sequence[Frame]) -> None:

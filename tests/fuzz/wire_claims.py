@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.protocols.messages import CanaryRouted, GroupDone, Lease
+from offbeat.protocols.messages import CanaryRouted, CanaryScored, Chunk, FilesScored, GroupDone, Lease, RunPart, Welcome
 from offbeat.protocols.wire import (
     MAGIC,
-    WITH_ARRAY,
     FromActor,
     FromLearner,
     WireError,
@@ -20,6 +19,8 @@ from offbeat.protocols.wire import (
     token_ids,
 )
 
+WITH_ARRAY = Welcome | CanaryScored | FilesScored | CanaryRouted | Chunk | RunPart
+"""Messages with one array frame after the body; all others but groups and leases have none."""
 LENGTH = struct.Struct("<I")
 FIRST_FRAMES = (MAGIC, MAGIC[:-1] + bytes([MAGIC[-1] + 1]), b"offbeat\x02")
 """First frames of this version, a newer minor version and another major version.
@@ -61,7 +62,7 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
     if isinstance(packet.message, Lease):
         assert len(arrays) == 1 + bool(packet.message.images)
     elif not isinstance(packet.message, GroupDone):
-        assert len(arrays) == int(type(packet.message) in WITH_ARRAY)
+        assert len(arrays) == isinstance(packet.message, WITH_ARRAY)
     again = encode(packet.message, *arrays)
     twice = decode([bytes(frame) for frame in again])
     assert encode(twice.message, *arrays) == again
