@@ -37,15 +37,6 @@ class UselessAnswerError(PullError):
     """The server answers, but not with what was asked for; asking for something else may help."""
 
 
-class ArrivedDelta(NamedTuple):
-    """One chunk's difference between a version and the next."""
-
-    chunk: int
-    """The chunk."""
-    delta: bytes
-    """The changes, in the encoding of `common.weights.deltas`."""
-
-
 class _Part(NamedTuple):
     """The kinds of request."""
 
@@ -79,12 +70,13 @@ def pull_weights(
 
 def fetch_deltas(
     pull: WeightPull, held: int, flat: torch.Tensor, open_link: Callable[[str], Link], is_superseded: Callable[[], bool]
-) -> list[ArrivedDelta]:
-    """Return the differences between the version with the checksum `held`, one of `pull.bases`, and the announced one.
+) -> list[tuple[int, bytes]]:
+    """Return the differences between the version with the checksum `held`, one of `pull.bases`, and the announced one: of each
+    chunk, its index with the changes, in the encoding of `common.weights.deltas`.
 
     Waits and raises like `pull_weights`, and `DeltaError` as soon as they are larger than the weights.
     """
-    arrived: list[ArrivedDelta] = []
+    arrived: list[tuple[int, bytes]] = []
     num_bytes = 0
 
     def store(part: _Part, frame: Frame, expected: int) -> bool:
@@ -94,7 +86,7 @@ def fetch_deltas(
             raise DeltaError(f"the differences take more than the {len(flat)} bytes of the weights")
         if len(frame) % 8 or checksum(torch.frombuffer(bytearray(frame), dtype=torch.uint8)) != expected:
             return False
-        arrived.append(ArrivedDelta(part.chunk, bytes(frame)))
+        arrived.append((part.chunk, bytes(frame)))
         return True
 
     bases = pull.bases[pull.bases.index(held) :]
@@ -104,7 +96,7 @@ def fetch_deltas(
 
 
 def add_deltas(
-    pull: WeightPull, arrived: Iterable[ArrivedDelta], flat: torch.Tensor, word_bytes: int, beat: Callable[[], None]
+    pull: WeightPull, arrived: Iterable[tuple[int, bytes]], flat: torch.Tensor, word_bytes: int, beat: Callable[[], None]
 ) -> None:
     """Add differences to the buffer, and call `beat` after each. Raise `DeltaError` for bytes that are none; the buffer is then
     worthless."""
@@ -115,7 +107,7 @@ def add_deltas(
 
 
 def _chunks(pull: WeightPull, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if pull.num_bytes != len(flat) or pull.chunk_bytes < 1 or pull.chunk_bytes % ALIGNMENT:
+    if pull.num_bytes != len(flat) or pull.chunk_bytes % ALIGNMENT:
         raise PullError(f"{pull.num_bytes} bytes in chunks of {pull.chunk_bytes} do not fit a buffer of {len(flat)}")
     return flat.split(pull.chunk_bytes)
 
@@ -129,13 +121,11 @@ def _fetch(
     except ChannelError as error:
         raise PullError(str(error)) from error
     with link:
-        _Pull(pull, parts, store, link, source=f"the weight server at {host}:{pull.port} (weights.pull_port)").run(
-            is_superseded
-        )
+        _Pull(pull, parts, store, link, f"the weight server at {host}:{pull.port} (weights.pull_port)").run(is_superseded)
 
 
 class _Pull:
-    def __init__(self, pull: WeightPull, parts: list[_Part], store: _Store, link: Link, *, source: str) -> None:
+    def __init__(self, pull: WeightPull, parts: list[_Part], store: _Store, link: Link, source: str) -> None:
         self._pull = pull
         self._num_parts = len(parts)
         self._store_part = store

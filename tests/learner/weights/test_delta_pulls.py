@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.actor.weights.pull import MAX_DAMAGED, ArrivedDelta, add_deltas
+from offbeat.actor.weights.pull import MAX_DAMAGED, add_deltas
 from offbeat.actor.weights.receiver import WeightReceiver
 from offbeat.common.weights.deltas import encode_delta
 from offbeat.common.weights.flat import checksum, make_layout
@@ -325,7 +325,7 @@ def test_each_added_difference_is_noted_so_that_many_are_not_taken_for_a_hanging
     pull, flat = learner.lend(0, start()), start()
     nothing = encode_delta(flat.numpy()[:CHUNK_BYTES], flat.numpy()[:CHUNK_BYTES], 2).tobytes()
     beats: list[bool] = []
-    add_deltas(pull, [ArrivedDelta(chunk, nothing) for chunk in range(NUM_CHUNKS)], flat, 2, lambda: beats.append(True))
+    add_deltas(pull, [(chunk, nothing) for chunk in range(NUM_CHUNKS)], flat, 2, lambda: beats.append(True))
     assert len(beats) == NUM_CHUNKS
 
 
