@@ -59,7 +59,6 @@ class WeightReceiver:
         """Time for which the transfer under way may stay as it is."""
         self._looked_at = 0.0
         self._store: TCPStore | None = None
-        self._store_address = ("", 0)
         self._group: WeightGroup | None = None
         self._is_buffer_free = True
         self._held: int | None = None
@@ -225,11 +224,10 @@ class WeightReceiver:
         self._group.broadcast(self.buffer, lambda: self._beat(update))
 
     def _connect(self, update: WeightUpdate) -> TCPStore:
-        address = (update.store_host, update.store_port)
-        if self._store is None or address != self._store_address:
+        address = update.store_host, update.store_port
+        if self._store is None or (self._store.host, self._store.port) != address:
             self._drop_group()
             self._store = connect_store(*address, update.timeout_s)
-            self._store_address = address
         return self._store
 
     def _drop_group(self) -> None:
