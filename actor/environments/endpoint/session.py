@@ -6,6 +6,7 @@ Consumes: calls. Waits for: the actor's turns. Unblocked by: the end of the epis
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
@@ -22,8 +23,6 @@ from offbeat.common.user_code.requests import CallRefused, Message, arguments_of
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_has_warned: list[bool] = []
-"""Holds an item once this process has warned of a repeated request."""
 MAX_OPEN_CALLS = 64
 """Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
 
@@ -100,7 +99,8 @@ class AgentSession:
             # An answer that nobody waits for any more may be a refusal.
             exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif exchange.is_delivered:
-            self._count_repeated()
+            self.num_repeated += 1
+            _warn_of_repeated()
         assert exchange.task is not None
         exchange.num_waiting += 1
         self.num_open += 1
@@ -113,17 +113,6 @@ class AgentSession:
             raise over()
         exchange.is_delivered = True
         return exchange.task.result()
-
-    def _count_repeated(self) -> None:
-        self.num_repeated += 1
-        if not _has_warned:
-            _has_warned.append(True)
-            logger.warning(
-                "an agent has sent a request again, and got the answer that it had got: without a retry counter it cannot be "
-                "told from a client that lost it. If the agent samples several answers to one request, set "
-                'environment.identical_requests = "sample_again", or let it send the header `x-stainless-retry-count: 0`, as '
-                "the SDKs of OpenAI and Anthropic do. Later ones are only counted (reward_part/repeated_requests)"
-            )
 
     def end(self) -> None:
         """Refuse the calls that wait and those that come: the episode is over."""
@@ -179,6 +168,17 @@ class AgentSession:
     def _forget(self, exchange: _Exchange) -> None:
         if self._exchanges.get(exchange.digest) is exchange:
             del self._exchanges[exchange.digest]
+
+
+@functools.cache
+def _warn_of_repeated() -> None:
+    """Warn once in this process."""
+    logger.warning(
+        "an agent has sent a request again, and got the answer that it had got: without a retry counter it cannot be told from "
+        "a client that lost it. If the agent samples several answers to one request, set environment.identical_requests = "
+        '"sample_again", or let it send the header `x-stainless-retry-count: 0`, as the SDKs of OpenAI and Anthropic do. Later '
+        "ones are only counted (reward_part/repeated_requests)"
+    )
 
 
 def _message(reply: Reply) -> Message:

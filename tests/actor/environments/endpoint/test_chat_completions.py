@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.actor.environments.endpoint.calls import Call, ModelAnswer
 from offbeat.actor.environments.endpoint.chat_completions import CHAT_COMPLETIONS
-from offbeat.actor.environments.endpoint.session import _has_warned  # pyright: ignore[reportPrivateUsage]
+from offbeat.actor.environments.endpoint.session import _warn_of_repeated  # pyright: ignore[reportPrivateUsage]
 from tests.actor.environments.endpoint.endpoint_harness import Game, plain_client, playing, render, until
 
 ASK = [{"role": "user", "content": "a:"}]
@@ -283,7 +283,7 @@ def test_answer_that_is_sent_again_is_counted_and_warned_about_once(caplog: pyte
             other = await agent.post(url, json=body, headers={"x-stainless-retry-count": "0"})
             assert other.json()["id"] not in answers and game.session.num_repeated == 2
 
-    _has_warned.clear()
+    _warn_of_repeated.cache_clear()
     asyncio.run(play())
     assert len([text for text in caplog.messages if "x-stainless-retry-count: 0" in text]) == 1
 
