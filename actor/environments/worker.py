@@ -17,21 +17,11 @@ from typing import NoReturn, assert_never
 
 import msgspec
 
+from offbeat.actor.environments import messages
 from offbeat.actor.environments.chat import Chat, ChatEpisode, ChatFormat, NoRoom
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import AgentSession
 from offbeat.actor.environments.external import ExternalEnvironment
-from offbeat.actor.environments.messages import (
-    TO_WORKER,
-    Begin,
-    CancelEpisode,
-    Ended,
-    Failed,
-    FromWorker,
-    PlayEpisode,
-    Ready,
-    TurnSampled,
-)
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.rewards.failures import failure_of, file_of
 from offbeat.actor.rewards.functions import parts_of, reward_of
@@ -69,16 +59,16 @@ class Worker:
         self._episodes: dict[str, ChatEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def handle(self, message: PlayEpisode | TurnSampled | CancelEpisode) -> None:
+    def handle(self, message: messages.PlayEpisode | messages.TurnSampled | messages.CancelEpisode) -> None:
         """Begin an episode, hand it a turn, or end it."""
         match message:
-            case PlayEpisode(episode=episode):
+            case messages.PlayEpisode(episode=episode):
                 self._episodes[episode] = ChatEpisode(message, self._config, self._send, self._open_url)
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
-            case TurnSampled(episode=episode):
+            case messages.TurnSampled(episode=episode):
                 if episode in self._episodes:
                     self._episodes[episode].take(message)
-            case CancelEpisode(episode=episode):
+            case messages.CancelEpisode(episode=episode):
                 if episode in self._tasks:
                     self._episodes[episode].end()
                     if episode in self._sessions:
@@ -89,7 +79,7 @@ class Worker:
             case _:
                 assert_never(message)
 
-    async def _play(self, play: PlayEpisode) -> None:
+    async def _play(self, play: messages.PlayEpisode) -> None:
         episode = self._episodes[play.episode]
         try:
             outcome = await self._outcome(play, episode)
@@ -100,7 +90,7 @@ class Worker:
             if play.episode in self._sessions:
                 self._endpoint.close(self._sessions.pop(play.episode))
 
-    async def _outcome(self, play: PlayEpisode, episode: ChatEpisode) -> Ended | Failed:
+    async def _outcome(self, play: messages.PlayEpisode, episode: ChatEpisode) -> messages.Ended | messages.Failed:
         returned, is_out_of_room = None, False
         try:
             returned = await self._function(self._chat(episode), msgspec.json.decode(play.row))
@@ -108,7 +98,7 @@ class Worker:
         except NoRoom:
             is_out_of_room = True
         except asyncio.CancelledError:
-            return Failed(episode=play.episode, is_transient=True, detail="cancelled")
+            return messages.Failed(episode=play.episode, is_transient=True, detail="cancelled")
         except USER_ERRORS as error:
             failed = self._failed(play, error)
             # Agents wrap the refusal in errors of their own. Services that are away have nothing to do with it.
@@ -120,18 +110,18 @@ class Worker:
         except USER_ERRORS as error:
             return self._failed(play, error)
 
-    def _has_refused_turn(self, play: PlayEpisode) -> bool:
+    def _has_refused_turn(self, play: messages.PlayEpisode) -> bool:
         """Return whether the last call of the episode's agents was refused because no token fitted."""
         session = self._sessions.get(play.episode)
         return session is not None and session.is_out_of_room
 
-    def _failed(self, play: PlayEpisode, error: BaseException) -> Failed:
+    def _failed(self, play: messages.PlayEpisode, error: BaseException) -> messages.Failed:
         failure = failure_of(error, file_of(self._function))
-        return Failed(
+        return messages.Failed(
             episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
         )
 
-    def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> Ended:
+    def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> messages.Ended:
         session = self._sessions.get(episode.play.episode)
         counts: dict[str, float] = {}
         if session is not None:
@@ -142,7 +132,7 @@ class Worker:
         parts = parts_of({**reward.parts, **episode.metrics})
         # Only where the user's own parts leave room: an episode with more than `MAX_PARTS` fails.
         parts |= dict(list(counts.items())[: MAX_PARTS - len(parts)])
-        return Ended(
+        return messages.Ended(
             episode=episode.play.episode,
             reward=reward_of(reward.total + episode.rewards, {}).total,
             parts=parts,
@@ -158,19 +148,19 @@ class Worker:
     def _open_url(self, episode: ChatEpisode) -> str:
         name, chat = episode.play.episode, self._chat(episode)
         session = self._sessions[name] = AgentSession(
-            name.replace("/", "-"), self._config.model.max_length, lambda messages, tools: chat.restart(messages, tools or None)
+            name.replace("/", "-"), self._config.model.max_length, lambda history, tools: chat.restart(history, tools or None)
         )
         return self._endpoint.open(session)
 
-    def _send(self, message: FromWorker) -> None:
+    def _send(self, message: messages.FromWorker) -> None:
         self._writer.write(framed(message))
 
 
 async def serve(end: socket.socket) -> None:
     """Play the episodes that the actor asks for, until it closes the pipe."""
     reader, writer = await asyncio.open_unix_connection(sock=end)
-    begin = TO_WORKER.decode(await read_message(reader))
-    assert isinstance(begin, Begin)
+    begin = messages.TO_WORKER.decode(await read_message(reader))
+    assert isinstance(begin, messages.Begin)
     config = begin.config
     data, settings, environment = config.data, config.environment, environment_of(config)
     try:
@@ -185,16 +175,16 @@ async def serve(end: socket.socket) -> None:
             tokenizer, arguments.get("tools", ()), tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
     except SettingError as error:
-        writer.write(framed(Ready(problem=str(error))))
+        writer.write(framed(messages.Ready(problem=str(error))))
         await writer.drain()
         return
-    writer.write(framed(Ready()))
+    writer.write(framed(messages.Ready()))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="agent"))
     worker = Worker(config, function, chat_format, parser, writer)
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            message = TO_WORKER.decode(await read_message(reader))
-            assert not isinstance(message, Begin)
+            message = messages.TO_WORKER.decode(await read_message(reader))
+            assert not isinstance(message, messages.Begin)
             worker.handle(message)
 
 
