@@ -123,8 +123,7 @@ class Episodes:
         for index in range(of_lease.lease.group_size if of_lease is not None else 0):
             self.retries.forget(GroupMember(lease_id, index))
         for episode in [one for one in self._episodes.values() if one.member.lease_id == lease_id]:
-            self._forget(episode)
-            self._close(episode.name, _Closing(self._clock(), None))
+            self._close(episode, _Closing(self._clock(), None))
 
     def counts(self) -> dict[str, float]:
         use = self._engine.cache_use
@@ -157,30 +156,28 @@ class Episodes:
         )
         self._workers.play(episode.name, message)
 
-    def _handle(self, message: messages.FromWorker) -> None:
+    def _handle(self, message: messages.OfEpisode) -> None:
+        if isinstance(message, messages.Ended | messages.Failed):
+            self._workers.end(message.episode)
+            if (closing := self._closing.pop(message.episode, None)) is not None:
+                self._note_closed(closing)
+        episode = self._episodes.get(message.episode)
+        # Those that are being closed are off the books.
+        if episode is None:
+            return
         match message:
             case messages.SampleTurn():
-                self._sample(message)
+                self._sample(episode, message)
             case messages.Withdraw():
-                self._withdraw(message)
+                self._withdraw(episode, message)
             case messages.Ended():
-                self._end(message)
+                self._end(episode, message)
             case messages.Failed():
-                self._workers.end(message.episode)
-                closing = self._closing.pop(message.episode, None)
-                if closing is None:
-                    self._fail_or_put_off(message)
-                else:
-                    self._note_closed(closing)
-            case messages.Ready():
-                pass
+                self._fail_or_put_off(episode, message)
             case _:
                 assert_never(message)
 
-    def _sample(self, message: messages.SampleTurn) -> None:
-        episode = self._episodes.get(message.episode)
-        if episode is None:
-            return
+    def _sample(self, episode: Episode, message: messages.SampleTurn) -> None:
         number = len(episode.turns)
         continues = number - message.back if message.back else None
         if number == MAX_TURNS or not episode.can_continue(continues):
@@ -206,23 +203,13 @@ class Episodes:
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self._engine.submit([request], prompt, sampling, cached_at=of_lease.cached_at)
 
-    def _withdraw(self, message: messages.Withdraw) -> None:
-        episode = self._episodes.get(message.episode)
-        if episode is None:
-            return
+    def _withdraw(self, episode: Episode, message: messages.Withdraw) -> None:
         episode.withdraw(message.turn)
         if self._requests.pop(request := episode.request(message.turn), None) is not None:
             self._engine.abort([request])
             episode.turn_started_at = self._clock()
 
-    def _end(self, message: messages.Ended) -> None:
-        self._workers.end(message.episode)
-        closing = self._closing.pop(message.episode, None)
-        if closing is not None:
-            self._note_closed(closing)
-        episode = self._episodes.get(message.episode)
-        if episode is None:
-            return
+    def _end(self, episode: Episode, message: messages.Ended) -> None:
         if message.is_out_of_room:
             episode.finish_reason = "length"
         if not episode.sampling:
@@ -245,10 +232,7 @@ class Episodes:
                 RewardedGroup(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at)
             )
 
-    def _fail_or_put_off(self, message: messages.Failed) -> None:
-        episode = self._episodes.get(message.episode)
-        if episode is None:
-            return
+    def _fail_or_put_off(self, episode: Episode, message: messages.Failed) -> None:
         if not message.is_transient:
             self.retries.show_mistake(message.traceback)
             self._fail(episode.member.lease_id, "environment_error", message.detail)
@@ -309,11 +293,12 @@ class Episodes:
         if requests:
             self._engine.abort(requests)
 
-    def _close(self, name: str, closing: _Closing) -> None:
-        """Ask a worker to end an episode."""
+    def _close(self, episode: Episode, closing: _Closing) -> None:
+        """Ask the worker of an episode to end it."""
+        self._forget(episode)
         self._counts["cancelled"] += 1
-        self._closing[name] = closing
-        self._workers.send(name, messages.CancelEpisode(episode=name))
+        self._closing[episode.name] = closing
+        self._workers.send(episode.name, messages.CancelEpisode(episode=episode.name))
 
     def _end_late_episodes(self) -> None:
         now = self._clock()
@@ -327,9 +312,8 @@ class Episodes:
             of_turn = not episode.sampling and now > episode.turn_started_at + self._limits.turn_timeout_s
             if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
                 setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
-                self._forget(episode)
-                # RewardedGroup again when it has ended: its worker may be blocked, and would hold the next attempt too.
-                self._close(episode.name, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
+                # Played again when it has ended: its worker may be blocked, and would hold the next attempt too.
+                self._close(episode, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
         for name, closing in list(self._closing.items()):
             if name in self._closing and now > closing.since + CLOSE_TIMEOUT_S:
                 self._replace_worker_of(name)

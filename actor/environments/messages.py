@@ -112,7 +112,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 ToWorker = Begin | PlayEpisode | TurnSampled | CancelEpisode
-FromWorker = Ready | SampleTurn | Withdraw | Ended | Failed
+OfEpisode = SampleTurn | Withdraw | Ended | Failed
+FromWorker = Ready | OfEpisode
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

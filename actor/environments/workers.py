@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from offbeat.actor.environments.messages import FROM_WORKER, Begin, FromWorker, Ready, ToWorker
+from offbeat.actor.environments.messages import FROM_WORKER, Begin, OfEpisode, Ready, ToWorker
 from offbeat.actor.environments.worker_starts import WorkerStarts, can_fork
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.processes.child import ChildError, Pipe
@@ -104,7 +104,7 @@ class Workers:
                 return self._replace(index, reason)
         return ()
 
-    def poll(self) -> Iterator[FromWorker | str]:
+    def poll(self) -> Iterator[OfEpisode | str]:
         """Yield the messages that have arrived, and the name of each episode that died with its worker. Never waits."""
         for index, worker in enumerate(self._workers):
             try:

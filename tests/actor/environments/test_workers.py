@@ -13,7 +13,7 @@ from offbeat.actor.environments.messages import (
     CancelEpisode,
     Ended,
     Failed,
-    FromWorker,
+    OfEpisode,
     PlayEpisode,
     SampleTurn,
     TurnSampled,
@@ -174,7 +174,7 @@ def token(character: str) -> int:
     return ALPHABET.index(character) + 4
 
 
-def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> list[FromWorker | str]:
+def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> list[OfEpisode | str]:
     """Return what arrives next; with `claim`, return when it holds."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -204,7 +204,7 @@ def test_sequences_of_an_episode_are_sampled_at_once_and_a_turn_given_up_is_with
     play(workers, "1/0/0", "forks")
     assert next_news(workers) == [SampleTurn(episode="1/0/0", context=[], max_new_tokens=8)]
     workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=0, token_ids=[5], finish_reason="stop"))
-    asked: list[FromWorker | str] = []
+    asked: list[OfEpisode | str] = []
     while len(asked) < 3:
         asked += next_news(workers)
     one, two, three, four = map(token, "1234")
@@ -216,7 +216,7 @@ def test_sequences_of_an_episode_are_sampled_at_once_and_a_turn_given_up_is_with
     for turn, text in ((3, "7"), (2, "8"), (1, "9")):
         workers.send("1/0/0", TurnSampled(episode="1/0/0", turn=turn, token_ids=[token(text)], finish_reason="stop"))
     assert next_news(workers) == [SampleTurn(episode="1/0/0", back=1, context=[], max_new_tokens=8)]
-    given_up: list[FromWorker | str] = []
+    given_up: list[OfEpisode | str] = []
     while len(given_up) < 2:
         given_up += next_news(workers)
     assert given_up == [
@@ -241,7 +241,7 @@ def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
     names = {f"1/{index}/0" for index in range(200)}
     for name in names:
         play(workers, name, "turns")
-    asked: list[FromWorker | str] = []
+    asked: list[OfEpisode | str] = []
     while len(asked) < len(names):
         asked += next_news(workers)
     assert {one.episode for one in asked if isinstance(one, SampleTurn)} == names
@@ -250,7 +250,7 @@ def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
 def test_many_agents_that_are_not_async_play_at_once(workers: Workers) -> None:
     for index in range(100):
         play(workers, f"1/{index}/0", "agent")
-    ended: list[FromWorker | str] = []
+    ended: list[OfEpisode | str] = []
     while len(ended) < 100:
         ended += next_news(workers)
     assert all(isinstance(one, Ended) for one in ended)
@@ -352,7 +352,7 @@ def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fr
     next_news(fragile)
     pid = fragile._workers[0]._process.pid
     play(fragile, "2/0/0", "crash")
-    lost: list[FromWorker | str] = []
+    lost: list[OfEpisode | str] = []
     while len(lost) < 2:
         lost += next_news(fragile)
     assert lost == ["1/0/0", "2/0/0"]
