@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, named_event, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, call_of, named_event, pieces
 from offbeat.common.user_code.requests import (
     Body,
     CallRefused,
@@ -14,7 +14,6 @@ from offbeat.common.user_code.requests import (
     function_call,
     function_tools,
     list_of_objects,
-    text_field,
     text_of,
 )
 
@@ -34,14 +33,8 @@ def read(body: Body) -> Call:
         messages += _messages(one, f"messages[{index}]")
     if not messages or messages[-1]["role"] == "assistant":
         raise CallRefused("messages does not end with a message to the model, which samples its turns whole", field="messages")
-    return Call(
-        model=text_field(body, "model", "policy"),
-        messages=tuple(messages),
-        tools=tuple(function_tools(body, parameters="input_schema", kinds=(None, "custom"))),
-        max_new_tokens=number_of_tokens(body, "max_tokens"),
-        is_streamed=body.get("stream") is True,
-        includes_usage=True,
-    )
+    tools = function_tools(body, parameters="input_schema", kinds=(None, "custom"))
+    return call_of(body, messages, tools, "max_tokens")
 
 
 def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:

@@ -4,12 +4,12 @@ Fields that would change what is sampled are refused, or ignored where the run s
 policy that sampled each token, and another temperature, a penalty or a grammar would make it another policy.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from offbeat.common.user_code.requests import Body, CallRefused, Message
+from offbeat.common.user_code.requests import Body, CallRefused, Message, text_field
 
 PIECE = 256
 """Characters of a turn in one event of a stream."""
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """The tools, in the form of OpenAI's chat completions."""
     max_new_tokens: int | None
     is_streamed: bool
-    includes_usage: bool
+    includes_usage: bool = True
     """True when the stream of chat completions ends with the numbers of tokens."""
 
 
@@ -70,7 +70,13 @@ def named_event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
 
 
-def number_of_tokens(body: Body, *names: str) -> int | None:
+def call_of(body: Body, messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], *limits: str) -> Call:
+    """Return the call of a request with these messages and tools; `limits` are the fields that bound the tokens of the turn."""
+    model, is_streamed = text_field(body, "model", "policy"), body.get("stream") is True
+    return Call(model, tuple(messages), tuple(tools), _number_of_tokens(body, *limits), is_streamed)
+
+
+def _number_of_tokens(body: Body, *names: str) -> int | None:
     """Return the first of these fields that is given; raise `CallRefused` unless it is a positive integer."""
     for name in names:
         value = body.get(name)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, call_of, pieces
 from offbeat.common.user_code.requests import (
     ROLES,
     Body,
@@ -32,14 +32,10 @@ def read(body: Body) -> Call:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise CallRefused("stream_options is not an object", field="stream_options")
-    return Call(
-        model=text_field(body, "model", "policy"),
-        messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(objects)),
-        tools=tuple(_tool(one, f"tools[{i}]") for i, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))),
-        max_new_tokens=number_of_tokens(body, "max_completion_tokens", "max_tokens"),
-        is_streamed=body.get("stream") is True,
-        includes_usage=options.get("include_usage") is True,
-    )
+    messages = (_message(one, f"messages[{index}]") for index, one in enumerate(objects))
+    tools = (_tool(one, f"tools[{i}]") for i, one in enumerate(list_of_objects(body.get("tools") or [], "tools")))
+    call = call_of(body, messages, tools, "max_completion_tokens", "max_tokens")
+    return call._replace(includes_usage=options.get("include_usage") is True)
 
 
 def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, named_event, number_of_tokens, pieces
+from offbeat.actor.environments.endpoint.calls import Call, Dialect, ModelAnswer, call_of, named_event, pieces
 from offbeat.actor.environments.endpoint.chat_completions import write_problem
-from offbeat.common.user_code.requests import Body, CallRefused, read_responses, text_field
+from offbeat.common.user_code.requests import Body, CallRefused, read_responses
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 HARMLESS = frozenset({
@@ -24,14 +24,7 @@ def read(body: Body) -> Call:
     if body.get("background"):
         raise CallRefused("background is refused: wait for the answer, or stream it", field="background")
     messages, tools = read_responses(body)
-    return Call(
-        model=text_field(body, "model", "policy"),
-        messages=tuple(messages),
-        tools=tuple(tools),
-        max_new_tokens=number_of_tokens(body, "max_output_tokens"),
-        is_streamed=body.get("stream") is True,
-        includes_usage=True,
-    )
+    return call_of(body, messages, tools, "max_output_tokens")
 
 
 def write(call: Call, answer: ModelAnswer) -> dict[str, Any]:
