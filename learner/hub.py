@@ -157,11 +157,8 @@ class HubThread:
 
     def _note_verdict(self, peer: bytes, message: LearnerMessage) -> None:
         """Let the hub mute a peer whose messages are all rejected."""
-        match message:
-            case Ack(outcome="accepted"):
-                self._hub.note_accepted(peer)
-            case Ack() | Refused():
-                self._hub.note_rejected(peer)
+        if isinstance(message, Ack | Refused):
+            self._hub.note_verdict(peer, is_good=isinstance(message, Ack) and message.outcome == "accepted")
 
 
 class ActorLink:

@@ -160,13 +160,11 @@ class Hub:
             return False
         return self._send([peer, *wire.encode(message, *arrays)])
 
-    def note_rejected(self, peer: bytes) -> None:
-        """Count a message whose content the learner rejected. After `MAX_REJECTED` in a row its sender is muted."""
-        self._guard.note_rejected(self._source(peer))
-
-    def note_accepted(self, peer: bytes) -> None:
-        """Forget the rejected messages of this sender: the learner accepted one."""
-        self._guard.note_accepted(self._source(peer))
+    def note_verdict(self, peer: bytes, *, is_good: bool) -> None:
+        """Note whether the learner took a message. After `MAX_REJECTED` in a row that it rejected, their sender is muted."""
+        # The guard knows a connection by its key, where keys are in use.
+        source = peer if self._key_check is None else self._key_check.key_of(peer) or peer
+        self._guard.note_verdict(source, is_good=is_good)
 
     def close(self) -> None:
         """Send queued messages for half a second at most, and free the port."""
@@ -223,16 +221,12 @@ class Hub:
         except wire.UnknownMessageError as error:
             return error
         except wire.WireError as error:
-            self._guard.note_malformed(source)
+            self._guard.note_form(source, is_good=False)
             if isinstance(error, wire.VersionError):
                 self._send([peer, *wire.refusal_for(error)])
             return error
-        self._guard.note_well_formed(source)
+        self._guard.note_form(source, is_good=True)
         return packet
-
-    def _source(self, peer: bytes) -> bytes:
-        """Return the name that the flood guard knows a connection by: its key, where keys are in use."""
-        return peer if self._key_check is None else self._key_check.key_of(peer) or peer
 
     def _send(self, frames: list[wire.Frame]) -> bool:
         try:

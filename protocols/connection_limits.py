@@ -52,21 +52,13 @@ class FloodGuard:
         """Return True while the sender's messages are to be dropped unread."""
         return bool(self._muted_until) and self._clock() < self._muted_until.get(sender, 0.0)
 
-    def note_malformed(self, sender: bytes) -> None:
-        """Count a message that could not be decoded."""
-        self._count(sender, self._num_malformed, MAX_MALFORMED)
+    def note_form(self, sender: bytes, *, is_good: bool) -> None:
+        """Count a message that could not be decoded; a good one forgives those before it."""
+        self._note(sender, self._num_malformed, MAX_MALFORMED, is_good=is_good)
 
-    def note_well_formed(self, sender: bytes) -> None:
-        """Forget the sender's malformed messages."""
-        self._num_malformed.pop(sender, None)
-
-    def note_rejected(self, sender: bytes) -> None:
-        """Count a message whose content the learner rejected."""
-        self._count(sender, self._num_rejected, MAX_REJECTED)
-
-    def note_accepted(self, sender: bytes) -> None:
-        """Forget the sender's rejected messages."""
-        self._num_rejected.pop(sender, None)
+    def note_verdict(self, sender: bytes, *, is_good: bool) -> None:
+        """Count a message whose content the learner rejected; a good one forgives those before it."""
+        self._note(sender, self._num_rejected, MAX_REJECTED, is_good=is_good)
 
     def count_dropped(self, name: str, reason: str) -> None:
         """Count a message that was dropped unread."""
@@ -74,8 +66,10 @@ class FloodGuard:
         is_counted_by_name = kind in self.num_dropped or len(self.num_dropped) < MAX_DROP_KINDS
         self.num_dropped[kind if is_counted_by_name else f"others: {reason}"] += 1
 
-    def _count(self, sender: bytes, numbers: dict[bytes, int], limit: int) -> None:
+    def _note(self, sender: bytes, numbers: dict[bytes, int], limit: int, *, is_good: bool) -> None:
         number = numbers.pop(sender, 0) + 1
+        if is_good:
+            return
         if number < limit:
             remember(numbers, sender, number)
         else:

@@ -75,7 +75,7 @@ class BusyHub:
         self.num_sent += 1
         return True
 
-    def note_accepted(self, peer: bytes) -> None:
+    def note_verdict(self, peer: bytes, *, is_good: bool) -> None:
         pass
 
 

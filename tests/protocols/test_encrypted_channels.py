@@ -231,7 +231,7 @@ def test_all_connections_of_a_muted_key_are_muted_and_other_keys_are_not(hub: Hu
     ):
         for link in (first, second, honest):
             introduce(hub, link)
-        hub.note_rejected(b"gpu-1")
+        hub.note_verdict(b"gpu-1", is_good=False)
         assert second.send(Goodbye(reason="x"))
         eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) > 0)
         assert list(hub.num_dropped) == ["gpu-*: not listened to after a flood of bad messages"]

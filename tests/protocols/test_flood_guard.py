@@ -1,6 +1,7 @@
 """Floods of bad messages mute their sender for a while, and cost a bounded amount of memory."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -27,8 +28,8 @@ def guard(clock: Clock) -> FloodGuard:
 
 
 KINDS: list[tuple[Callable[[FloodGuard, bytes], None], Callable[[FloodGuard, bytes], None], int]] = [
-    (FloodGuard.note_malformed, FloodGuard.note_well_formed, MAX_MALFORMED),
-    (FloodGuard.note_rejected, FloodGuard.note_accepted, MAX_REJECTED),
+    (partial(FloodGuard.note_form, is_good=False), partial(FloodGuard.note_form, is_good=True), MAX_MALFORMED),
+    (partial(FloodGuard.note_verdict, is_good=False), partial(FloodGuard.note_verdict, is_good=True), MAX_REJECTED),
 ]
 
 
@@ -58,23 +59,23 @@ def test_one_good_message_forgives_the_bad_ones_before_it(guard: FloodGuard, kin
 
 def test_malformed_and_rejected_messages_are_counted_apart(guard: FloodGuard) -> None:
     for _ in range(MAX_MALFORMED - 1):
-        guard.note_malformed(b"a")
-        guard.note_rejected(b"a")
-        guard.note_accepted(b"a")
+        guard.note_form(b"a", is_good=False)
+        guard.note_verdict(b"a", is_good=False)
+        guard.note_verdict(b"a", is_good=True)
     assert not guard.is_muted(b"a")
-    guard.note_malformed(b"a")
+    guard.note_form(b"a", is_good=False)
     assert guard.is_muted(b"a")
 
 
 def test_muted_sender_is_heard_again_after_mute_s_and_has_a_new_start(guard: FloodGuard, clock: Clock) -> None:
     for _ in range(MAX_MALFORMED):
-        guard.note_malformed(b"a")
+        guard.note_form(b"a", is_good=False)
     clock.now += MUTE_S - 0.01
     assert guard.is_muted(b"a")
     clock.now += 0.01
     assert not guard.is_muted(b"a")
     for _ in range(MAX_MALFORMED - 1):
-        guard.note_malformed(b"a")
+        guard.note_form(b"a", is_good=False)
     assert not guard.is_muted(b"a")
 
 
@@ -82,7 +83,7 @@ def test_mutes_are_forgotten_oldest_first(guard: FloodGuard, monkeypatch: pytest
     monkeypatch.setattr(flood_guard, "MAX_MALFORMED", 1)
     monkeypatch.setattr(flood_guard, "MAX_REMEMBERED", 10)
     for number in range(30):
-        guard.note_malformed(b"%d" % number)
+        guard.note_form(b"%d" % number, is_good=False)
     assert [guard.is_muted(b"%d" % number) for number in range(30)] == [False] * 20 + [True] * 10
 
 
@@ -90,7 +91,7 @@ def test_sender_muted_again_counts_as_the_newest(guard: FloodGuard, monkeypatch:
     monkeypatch.setattr(flood_guard, "MAX_MALFORMED", 1)
     monkeypatch.setattr(flood_guard, "MAX_REMEMBERED", 2)
     for sender in (b"a", b"b", b"a", b"c"):
-        guard.note_malformed(sender)
+        guard.note_form(sender, is_good=False)
     assert [guard.is_muted(sender) for sender in (b"a", b"b", b"c")] == [True, False, True]
 
 
@@ -98,11 +99,11 @@ def test_bad_messages_below_the_limit_are_forgotten_oldest_first(guard: FloodGua
     monkeypatch.setattr(flood_guard, "MAX_MALFORMED", 2)
     monkeypatch.setattr(flood_guard, "MAX_REMEMBERED", 10)
     for number in range(30):
-        guard.note_malformed(b"%d" % number)
+        guard.note_form(b"%d" % number, is_good=False)
     # A second bad message mutes only those whose first one is remembered. From the newest on, so that none is forgotten anew.
     for number in reversed(range(20, 30)):
-        guard.note_malformed(b"%d" % number)
-    guard.note_malformed(b"0")
+        guard.note_form(b"%d" % number, is_good=False)
+    guard.note_form(b"0", is_good=False)
     assert [number for number in range(30) if guard.is_muted(b"%d" % number)] == list(range(20, 30))
 
 
