@@ -57,14 +57,13 @@ class RewardCalls:
     def __init__(self, task: TaskSection, actor: ActorSection) -> None:
         """Load the reward that `task.reward` names. Raise `SettingError` if there is none."""
         self._reward = reward = load_reward(task.reward)
-        weights, timeout_s = task.reward_weights, task.reward_timeout_s
         self._processes: WorkerProcesses | None = None
         if reward.is_async:
             num_slots = actor.reward_concurrency
-            call = on_event_loop(reward, weights, timeout_s=timeout_s, concurrency=num_slots)
+            call = on_event_loop(reward, task, concurrency=num_slots)
         else:
             num_slots = actor.reward_workers
-            self._processes = WorkerProcesses(task.reward, weights, num_workers=num_slots, timeout_s=timeout_s)
+            self._processes = WorkerProcesses(task, num_workers=num_slots)
             call = self._processes.call
         self._call = at_rate(call, RateLimiter(actor.reward_calls_per_s), reward.num_calls)
         self._is_quick = True
@@ -188,7 +187,7 @@ def at_rate(call: Call, limiter: RateLimiter, num_calls: Callable[[Sequence[Samp
     return wait_and_call
 
 
-def on_event_loop(reward: RewardFunction, weights: Mapping[str, float], *, timeout_s: float, concurrency: int) -> Call:
+def on_event_loop(reward: RewardFunction, task: TaskSection, *, concurrency: int) -> Call:
     """Return calls of an async function on the event loop of their caller, so many of them at once."""
     slots = asyncio.Semaphore(concurrency)
 
@@ -196,13 +195,13 @@ def on_event_loop(reward: RewardFunction, weights: Mapping[str, float], *, timeo
         async with slots:
             try:
                 # The time runs from here: a call that waits for its turn is not late.
-                async with asyncio.timeout(timeout_s):
-                    return await reward.outcomes_async(samples, weights)
+                async with asyncio.timeout(task.reward_timeout_s):
+                    return await reward.outcomes_async(samples, task.reward_weights)
             except TimeoutError:
-                return [timed_out(timeout_s, was_killed=False)] * len(samples)
+                return [timed_out(task.reward_timeout_s, was_killed=False)] * len(samples)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
                     raise
                 # The function awaited a task of its own that another call, for example, had cancelled at its time limit.
                 return [Failure(True, "CancelledError: something that the function awaited was cancelled")] * len(samples)
@@ -213,11 +212,9 @@ def on_event_loop(reward: RewardFunction, weights: Mapping[str, float], *, timeo
 class WorkerProcesses:
     """Runs a plain function in processes that are killed at the time limit."""
 
-    def __init__(self, path: str, weights: Mapping[str, float], *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, task: TaskSection, *, num_workers: int) -> None:
+        self._task = task
         self._num_workers = num_workers
-        self._path = path
-        self._weights = dict(weights)
-        self._timeout_s = timeout_s
         # Pebble sends SIGTERM first, which workers survive, and SIGKILL this much later.
         CONSTS.term_timeout = 0.0
         # What waits for a place leaves the line when its group is cancelled; the pool would still do it.
@@ -235,7 +232,7 @@ class WorkerProcesses:
                 # No process had begun with these samples: new ones are asked.
                 continue
             except TimeoutError:
-                failure = timed_out(self._timeout_s, was_killed=True)
+                failure = timed_out(self._task.reward_timeout_s, was_killed=True)
             except ProcessExpired as error:
                 failure = Failure(False, f"the reward ended its process, exit code {error.exitcode}")
             except asyncio.CancelledError:
@@ -260,9 +257,8 @@ class WorkerProcesses:
             logger.warning("the reward processes died; starting new ones")
             self._pool = self._make_pool()
         pool = self._pool
-        future = asyncio.wrap_future(
-            pool.schedule(_outcomes, (self._path, tuple(samples), self._weights), timeout=self._timeout_s)
-        )
+        arguments = self._task.reward, tuple(samples), self._task.reward_weights
+        future = asyncio.wrap_future(pool.schedule(_outcomes, arguments, timeout=self._task.reward_timeout_s))
         # Waiting leaves the call as it is when this task is cancelled: to cancel it would kill its process, which other groups
         # wait for. A pool that breaks in the moment of the call may never answer.
         while not (await asyncio.wait([future], timeout=POOL_LOOK_S))[0]:
@@ -282,7 +278,7 @@ class WorkerProcesses:
             context=multiprocessing.get_context("spawn"),
         )
         # Starts the workers, and imports the function before the first group's time runs.
-        pool.schedule(_load_once, (self._path,))
+        pool.schedule(_load_once, (self._task.reward,))
         return pool
 
 
