@@ -32,7 +32,7 @@ def start_workers(config: Config, model: Path) -> "Workers":
             raise ServiceError(str(error)) from error
     has_parser = bool(config.environment.tool_parser or config.environment.reasoning_parser)
     starts = WorkerStarts(forks=can_fork(), has_parser=has_parser)
-    return Workers(Begin(config=config, model=str(model)), config.environment.workers, starts)
+    return Workers(Begin(config=config, model=str(model)), starts)
 
 
 class WorkerProcess:
@@ -59,7 +59,7 @@ class WorkerProcess:
 class Workers:
     """`environment.workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
 
-    def __init__(self, begin: Begin, num_workers: int, starts: WorkerStarts) -> None:
+    def __init__(self, begin: Begin, starts: WorkerStarts) -> None:
         """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play.
 
         `starts` is closed with the workers.
@@ -70,7 +70,7 @@ class Workers:
         """Processes that were replaced."""
         self._num_deaths = 0
         """Deaths since the last episode that ended."""
-        self._workers = [WorkerProcess(begin, starts) for _ in range(num_workers)]
+        self._workers = [WorkerProcess(begin, starts) for _ in range(begin.config.environment.workers)]
         self._await_ready()
 
     def play(self, episode: str, message: ToWorker) -> None:

@@ -143,7 +143,7 @@ def loop() -> Iterator[Loop]:
         lengths = [f"model.max_length={MAX_LENGTH}", f"train.micro_batch_tokens={MAX_LENGTH}"]
         limits = ["turn_timeout_s=60", "episode_timeout_s=120", "reward_retry_s=0", "actor.on_update=recompute_kv"]
         config = load(None, ["task.environment=tests.benchmarks.slow_tools:play", *lengths, *limits])
-        workers = Workers(Begin(config=config, model=str(folder)), 1, WorkerStarts(forks=False, has_parser=False))
+        workers = Workers(Begin(config=config, model=str(folder)), WorkerStarts(forks=False, has_parser=False))
         try:
             yield Loop(engine, workers, config, AutoTokenizer.from_pretrained(folder).encode("1+1="))
         finally:

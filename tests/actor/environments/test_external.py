@@ -115,7 +115,7 @@ def begin(model: Path, function: str = "outside_games:play") -> Begin:
 
 @pytest.fixture(scope="module")
 def workers(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
-    workers = Workers(begin(tiny_model), 1, forks)
+    workers = Workers(begin(tiny_model), forks)
     yield workers
     workers.close()
 
@@ -249,7 +249,7 @@ def test_process_that_ends_or_breaks_the_protocol_gives_its_episodes_back(
     tiny_model: Path, forks: WorkerStarts, kind: str
 ) -> None:
     before = hosts()
-    workers = Workers(begin(tiny_model), 1, forks)
+    workers = Workers(begin(tiny_model), forks)
     play(workers, "1/0/0")
     assert isinstance(next_news(workers)[-1], SampleTurn)
     play(workers, "2/0/0", kind)
@@ -263,7 +263,7 @@ def test_process_that_ends_or_breaks_the_protocol_gives_its_episodes_back(
 
 def test_blocked_process_is_killed_with_its_worker(tiny_model: Path, forks: WorkerStarts) -> None:
     before = set(hosts())
-    workers = Workers(begin(tiny_model, "outside_games:block"), 1, forks)
+    workers = Workers(begin(tiny_model, "outside_games:block"), forks)
     (pid,) = set(hosts()) - before
     play(workers, "1/0/0")
     workers.send("1/0/0", CancelEpisode(episode="1/0/0"))
@@ -279,7 +279,7 @@ def test_blocked_process_is_killed_with_its_worker(tiny_model: Path, forks: Work
 
 def test_environment_that_cannot_be_loaded_is_refused_with_its_python(tiny_model: Path, forks: WorkerStarts) -> None:
     with pytest.raises(ServiceError, match=r"outside_games:none.*in its Python.*has no function 'none'"):
-        Workers(begin(tiny_model, "outside_games:none"), 1, forks)
+        Workers(begin(tiny_model, "outside_games:none"), forks)
     with pytest.raises(SettingError, match=r"No module named 'nowhere'"):
         check_external(Environment("nowhere:play", sys.executable))
     with pytest.raises(SettingError, match=r'environment\.python = "/no/python": there is no such program'):

@@ -93,7 +93,7 @@ def started(model: Path, environment: Environment) -> Workers:
     limits = load(None, [f"task.environment={environment.function}", "model.max_length=40", "train.micro_batch_tokens=80"])
     settings = EnvironmentSection(python=PYTHON, arguments=dict(environment.arguments))
     begin = Begin(config=replace(limits, environment=settings), model=str(model))
-    return Workers(begin, 1, WorkerStarts(forks=False, has_parser=False))
+    return Workers(begin, WorkerStarts(forks=False, has_parser=False))
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ logging.basicConfig()
 signal.signal(signal.SIGTERM, lambda *_: None)
 print("once", end=" ")
 starts = WorkerStarts(forks=True, has_parser=False)
-workers = Workers(Begin(config=load(None, ["task.environment=games:play"]), model=""), 2, starts)
+workers = Workers(Begin(config=load(None, ["task.environment=games:play", "environment.workers=2"]), model=""), starts)
 print(type(starts._forker) is Fork, flush=True)
 print(os.getpid(), starts._forker.pid, *[one._process.pid for one in workers._workers], flush=True)
 for line in sys.stdin:
@@ -178,7 +178,7 @@ def test_starts_are_closed_with_their_workers_also_where_none_could_start(monkey
     forker = starts._forker
     assert forker is not None
     with pytest.raises(ServiceError, match="an environment worker cannot start"):
-        Workers(Begin(config=Config(), model=""), 1, starts)
+        Workers(Begin(config=Config(), model=""), starts)
     until(lambda: processes.has_ended(forker.pid))
 
 
@@ -218,8 +218,8 @@ def test_what_the_settings_file_says_of_an_environment_reaches_its_workers(
         '[task]\nenvironment = "games:play"\n[environment]\nidentical_requests = "sample_again"\nsampling = "override"\n'
         "workers = 3\narguments = { level = 2 }\n[model]\nmax_length = 77\n"
     )
-    monkeypatch.setattr(workers_module, "Workers", lambda begin, num_workers, starts: (begin, num_workers))
-    begin, num_workers = cast(tuple[Begin, int], workers_module.start_workers(load(file), tmp_path))
+    monkeypatch.setattr(workers_module, "Workers", lambda begin, starts: begin)
+    begin = cast(Begin, workers_module.start_workers(load(file), tmp_path))
     config, settings = begin.config, begin.config.environment
-    assert (config.task.environment, config.model.max_length, num_workers) == ("games:play", 77, 3)
+    assert (config.task.environment, config.model.max_length, settings.workers) == ("games:play", 77, 3)
     assert (settings.identical_requests, settings.sampling, settings.arguments) == ("sample_again", "override", {"level": 2})

@@ -132,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def one_process(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
     """For tests that leave it alive."""
-    workers = Workers(begin(tiny_model), 1, forks)
+    workers = Workers(begin(tiny_model), forks)
     yield workers
     workers.close()
 
@@ -152,7 +152,7 @@ def workers(one_process: Workers) -> Workers:
 
 @pytest.fixture
 def fragile(tiny_model: Path, forks: WorkerStarts) -> Iterator[Workers]:
-    workers = Workers(begin(tiny_model), 1, forks)
+    workers = Workers(begin(tiny_model), forks)
     yield workers
     workers.close()
 
@@ -395,5 +395,5 @@ def test_function_that_cannot_play_is_refused_before_anything_is_played(
 ) -> None:
     before = worker_pids()
     with pytest.raises(ServiceError, match=why):
-        Workers(begin(tiny_model, function), 1, forks)
+        Workers(begin(tiny_model, function), forks)
     assert worker_pids() == before
