@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 
@@ -89,12 +89,6 @@ class Callback:
         num_dropped = self._rows.close()
         if self._num_failed or num_dropped:
             logger.warning("%s: in all %d calls failed and %d rows were dropped", SETTING, self._num_failed, num_dropped)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _handle(self, line: bytes) -> None:
         report = msgspec.json.decode(line, type=CallbackReport)

@@ -66,7 +66,9 @@ def open_outlets(config: Config, stop: StopRequest, report_command: Sequence[str
         if page is not None:
             stack.callback(page.close)
         path = config.metrics.callback
-        callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
+        callback = Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask) if path else None
+        if callback is not None:
+            stack.callback(callback.close)
         takers = [progress.add, *(taker.add for taker in (page, callback) if taker is not None)]
 
         def record(row: Row) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 
 @contextmanager
 def callback(function: str, reasons: list[str] | None = None, module: str = "mine") -> Iterator[Callback]:
-    with Callback(f"{module}:{function}", Path("logs/callback.log"), [].append if reasons is None else reasons.append) as made:
+    ask_to_stop = [].append if reasons is None else reasons.append
+    with closing(Callback(f"{module}:{function}", Path("logs/callback.log"), ask_to_stop)) as made:
         made.wait_loaded()
         yield made
 
