@@ -15,6 +15,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, assert_never, get_args
 
@@ -31,7 +32,7 @@ from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
 from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
 from offbeat.common.models.images import ImageReader
-from offbeat.common.processes.gpu_turn import ActorTurn, EngineTurns
+from offbeat.common.processes.gpu_turn import ActorTurn
 from offbeat.common.processes.own_process import report_ready
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import doing
@@ -109,11 +110,11 @@ def _engine_settings(
     )
 
 
-def _turns_of(engine: Engine, turn: ActorTurn) -> EngineTurns:
+def _turns_of(engine: Engine, turn: ActorTurn) -> Callable[[], bool]:
     from offbeat.actor.engines.vllm_engine import VllmEngine
 
     assert isinstance(engine, VllmEngine), "the device plan gives turns to vLLM alone"
-    return EngineTurns(turn, engine.sleep, engine.wake)
+    return partial(turn.look, engine.sleep, engine.wake)
 
 
 class ActorService:
@@ -128,10 +129,10 @@ class ActorService:
         leases: LeasesAtWork,
         link: Link,
         stop: StopRequest,
-        gpu: EngineTurns | None = None,
+        gpu: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`gpu`: the engine's turns on a GPU that the learner uses too; None: the engine has its memory for itself."""
+        """`gpu`: takes turns with the learner on a GPU, and returns whether the engine is awake; None: there is no need."""
         self._config = config
         self._gpu = gpu
         self._is_awake = True
@@ -226,7 +227,7 @@ class ActorService:
         """Let the learner have the GPU between two steps of the engine, and take it back."""
         if self._gpu is not None:
             with self._spent_on("wait_gpu"), self._learner.busy(STEP_LIMIT_S, "a change of turns on the GPU"):
-                self._is_awake = self._gpu.look()
+                self._is_awake = self._gpu()
 
     @contextlib.contextmanager
     def _spent_on(self, activity: Activity) -> Iterator[None]:

@@ -94,7 +94,9 @@ class LearnerTurn(_Turns):
 
 
 class ActorTurn(_Turns):
-    """The turns of an actor, which it shares with the other actors."""
+    """The turns of an actor, which it shares with the other actors. Its engine is awake in the first one."""
+
+    _is_awake = True
 
     def begin(self) -> None:
         """Begin a turn. Waits for: the end of the learner's, however long it takes."""
@@ -115,25 +117,17 @@ class ActorTurn(_Turns):
         """End the turn; the engine sleeps."""
         self._turn.free()
 
+    def look(self, sleep: Callable[[], None], wake: Callable[[], None]) -> bool:
+        """Put the engine to sleep when the learner wants the GPU, and wake it when the learner has ended its turn.
 
-class EngineTurns:
-    """Puts an engine to sleep when the learner wants the GPU, and wakes it when the learner has ended its turn."""
-
-    def __init__(self, turn: ActorTurn, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
-        """The engine is awake, and `turn` has begun."""
-        self._turn = turn
-        self._sleep = sleep
-        self._wake = wake
-        self._is_awake = True
-
-    def look(self) -> bool:
-        """Follow the learner; return whether the engine is awake. Takes seconds where that changes."""
-        if self._is_awake and self._turn.is_wanted():
-            self._sleep()
-            self._turn.end()
+        Return whether the engine is awake. Takes seconds where that changes.
+        """
+        if self._is_awake and self.is_wanted():
+            sleep()
+            self.end()
             self._is_awake = False
-        elif not self._is_awake and self._turn.try_to_begin():
-            self._wake()
+        elif not self._is_awake and self.try_to_begin():
+            wake()
             self._is_awake = True
         return self._is_awake
 

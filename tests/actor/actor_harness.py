@@ -21,7 +21,6 @@ from offbeat.actor.rewards.samples import Sample
 from offbeat.actor.sampling import SingleTurns
 from offbeat.actor.service import ActorService
 from offbeat.common.models.images import ImagePatches
-from offbeat.common.processes.gpu_turn import EngineTurns
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.weights.flat import WeightBuffer, make_layout
@@ -286,7 +285,7 @@ class Learner:
 class Actor:
     """An `ActorService` on a thread."""
 
-    def __init__(self, config: Config, engine: FakeEngine, gpu: EngineTurns | None = None) -> None:
+    def __init__(self, config: Config, engine: FakeEngine, gpu: Callable[[], bool] | None = None) -> None:
         self.engine = engine
         self.rewards = FakeRewards()
         self.stop = FakeStop()
@@ -352,7 +351,7 @@ def actor_of(
     routing_interval: int = 10,
     leave: Literal["finish", "return"] = "finish",
     address: str = "",
-    gpu: EngineTurns | None = None,
+    gpu: Callable[[], bool] | None = None,
 ) -> Iterator[Actor]:
     """Yield an actor that connects to the learner, or to another `address`."""
     config = Config(

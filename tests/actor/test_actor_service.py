@@ -1,11 +1,10 @@
 """The actor's loop against a real hub: credit, and the loop's end."""
 
 import time
-from typing import Literal, cast
+from typing import Literal
 
 import pytest
 
-from offbeat.common.processes.gpu_turn import EngineTurns
 from offbeat.protocols.messages import Ack, Credit, CreditLimit, FilesScored, Goodbye, GroupDone, LeaseFailed, SayHello, Stop
 from tests.actor.actor_harness import CANARY, LEAVE_WITHIN_S, Learner, actor_of, eventually
 
@@ -69,7 +68,7 @@ class Turns:
 
 def test_actor_steps_no_engine_that_sleeps_and_stays_in_touch(learner: Learner) -> None:
     turns = Turns()
-    with actor_of(learner, gpu=cast(EngineTurns, turns)) as actor:
+    with actor_of(learner, gpu=turns.look) as actor:
         learner.welcome()
         learner.lease(1)
         assert learner.wait(GroupDone).lease_id == 1
@@ -88,7 +87,7 @@ def test_actor_steps_no_engine_that_sleeps_and_stays_in_touch(learner: Learner) 
 def test_actor_that_is_welcomed_while_its_engine_sleeps_scores_its_files_when_it_wakes(learner: Learner) -> None:
     turns = Turns()
     turns.is_awake = False
-    with actor_of(learner, policy_version=None, gpu=cast(EngineTurns, turns)):
+    with actor_of(learner, policy_version=None, gpu=turns.look):
         learner.welcome()
         assert learner.hears_no(FilesScored, 0.1)
         turns.is_awake = True

@@ -4,13 +4,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from offbeat.common.errors import ServiceError
 from offbeat.common.processes import gpu_turn
-from offbeat.common.processes.gpu_turn import ActorTurn, EngineTurns, LearnerTurn
+from offbeat.common.processes.gpu_turn import ActorTurn, LearnerTurn
 from offbeat.common.processes.shutdown import StopRequest
 from tests.process_ends import kill_and_wait
 from tests.waiting import wait_for
@@ -38,7 +39,7 @@ class Engine:
     def __init__(self, file: Path, events: list[str], name: str) -> None:
         turn = ActorTurn(file)
         turn.begin()
-        self.turns = EngineTurns(turn, lambda: events.append(f"{name} sleeps"), lambda: events.append(f"{name} wakes"))
+        self.look = partial(turn.look, lambda: events.append(f"{name} sleeps"), lambda: events.append(f"{name} wakes"))
 
 
 def test_learner_trains_while_all_engines_sleep_and_they_wake_afterwards(tmp_path: Path) -> None:
@@ -52,21 +53,21 @@ def test_learner_trains_while_all_engines_sleep_and_they_wake_afterwards(tmp_pat
             may_end.wait()
             events.append("has trained")
 
-    assert first.turns.look()
+    assert first.look()
     training = threading.Thread(target=train, daemon=True)
     training.start()
-    wait_for(lambda: not first.turns.look())
+    wait_for(lambda: not first.look())
     # The second one's step goes on.
     time.sleep(5 * gpu_turn.LOOK_S)
     assert events == ["a sleeps"]
-    wait_for(lambda: not second.turns.look())
+    wait_for(lambda: not second.look())
     wait_for(lambda: "trains" in events)
-    assert not first.turns.look()
-    assert not second.turns.look()
+    assert not first.look()
+    assert not second.look()
     may_end.set()
     training.join()
-    assert first.turns.look()
-    assert second.turns.look()
+    assert first.look()
+    assert second.look()
     assert events == ["a sleeps", "b sleeps", "trains", "has trained", "a wakes", "b wakes"]
 
 
