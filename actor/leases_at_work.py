@@ -4,21 +4,18 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from offbeat.actor.engines.engine import Engine
+from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.sampling import RewardedGroup, SingleTurns
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
 from offbeat.protocols.messages import ActorMessage, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, encode_experts
 from offbeat.protocols.wire import Array, Frame, has_context
-
-if TYPE_CHECKING:
-    from offbeat.actor.environments.episodes import Episodes
 
 
 @dataclass
@@ -97,7 +94,7 @@ class LeasesAtWork:
     """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
 
     _engine: Engine
-    sampler: "SingleTurns | Episodes"
+    sampler: SingleTurns | Episodes
     """Makes groups of leases; says which rewards or episodes it waits for, and whether they fail."""
     outbox: Outbox
     max_message_bytes: int
