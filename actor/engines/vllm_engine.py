@@ -180,7 +180,7 @@ class VllmEngine:
     def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
         self._finish_steps_in_flight()
         # Worker processes map the memory: other arguments would be pickled and copied through pipes.
-        arguments = (weights.memory.address, weights.layout)
+        arguments = (weights.address, weights.layout)
         self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
         self.policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))

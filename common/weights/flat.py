@@ -29,27 +29,6 @@ class Address(NamedTuple):
     """A text that only this memory has: numbers of processes and files come again, here and on other machines."""
 
 
-class SharedBytes:
-    """A buffer that other processes of this user map by its address."""
-
-    def __init__(self, num_bytes: int, *, is_reserved: bool = True) -> None:
-        """Allocate the memory. Raise `OSError` if there is not enough.
-
-        Without `is_reserved` nothing is written now, and a write beyond free memory may end the process.
-        """
-        # Not in /dev/shm, which is small in containers.
-        self._file = os.memfd_create(f"offbeat-{secrets.token_hex(8)}")
-        # Whoever has mapped the memory keeps it.
-        weakref.finalize(self, os.close, self._file)
-        if is_reserved:
-            # An empty range is refused.
-            os.posix_fallocate(self._file, 0, max(1, num_bytes))
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.address = Address(path, str(Path(path).readlink()))
-        self.flat = _map(path, num_bytes)
-        """`[num_bytes]` uint8, zeros."""
-
-
 def map_bytes(address: Address, num_bytes: int) -> torch.Tensor:
     """Map the memory at this address, uint8 `[num_bytes]`, without a copy; raise `OSError` where it cannot be reached."""
     if str(Path(address.path).readlink()) != address.mark:
@@ -144,14 +123,26 @@ def _block_sums(part: torch.Tensor) -> NDArray[np.uint64]:
 
 
 class WeightBuffer:
-    """One contiguous host allocation with a view per parameter, which other processes of the machine may map; reused by every
-    update."""
+    """One contiguous host allocation with a view per parameter, which other processes of this user map by its address; reused
+    by every update."""
 
     def __init__(self, layout: tuple[TensorSpec, ...], *, is_reserved: bool = True) -> None:
-        """Allocate the memory, of zeros: now, or with `is_reserved=False` page by page when it is written."""
+        """Allocate the memory, of zeros. Raise `OSError` if there is not enough.
+
+        With `is_reserved=False` each page is allocated when it is written, and a write beyond free memory may end the process.
+        """
         self.layout = layout
-        self.memory = SharedBytes(buffer_bytes(layout), is_reserved=is_reserved)
-        self.flat = self.memory.flat
+        num_bytes = buffer_bytes(layout)
+        # Not in /dev/shm, which is small in containers.
+        file = os.memfd_create(f"offbeat-{secrets.token_hex(8)}")
+        # Whoever has mapped the memory keeps it.
+        weakref.finalize(self, os.close, file)
+        if is_reserved:
+            # An empty range is refused.
+            os.posix_fallocate(file, 0, max(1, num_bytes))
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        self.address = Address(path, str(Path(path).readlink()))
+        self.flat = _map(path, num_bytes)
         """`[num_bytes]` uint8: the bytes that are sent."""
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -129,7 +129,7 @@ class NcclGroup:
             self._await(f"the NCCL communicator of epoch {self.epoch} was not made")
             self._has_joined = True
         num_buckets = -(-len(buffer.flat) // self._seat.bucket_bytes)
-        self._ask(Transfer(buffer.memory.address, len(buffer.flat)))
+        self._ask(Transfer(buffer.address, len(buffer.flat)))
         for number in range(1, num_buckets + 1):
             self._await(f"bucket {number} of {num_buckets}")
             beat()

@@ -160,7 +160,7 @@ class RankedTrainer:
 
     def snapshot(self, buffer: WeightBuffer) -> None:
         """`Trainer.snapshot`."""
-        self._broadcast(Snapshot(buffer.memory.address))
+        self._broadcast(Snapshot(buffer.address))
         self._trainer.snapshot(dict(buffer.views()))
 
     def score(self, token_ids: list[int]) -> "Scored":

@@ -66,7 +66,7 @@ def measure(connection: Connection) -> None:
     own = WeightBuffer(layout)
     # On the other rank it is of no use.
     buffer = WeightBuffer(layout)
-    where = [buffer.memory.address]
+    where = [buffer.address]
     dist.broadcast_object_list(where)
     flat = map_bytes(where[0], buffer_bytes(layout))
     shared = dict(named_views(flat, layout))

@@ -67,7 +67,7 @@ def snapshots(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def share(buffer: WeightBuffer) -> torch.Tensor:
     """Return the bytes of rank 0's buffer on every rank."""
-    where = [buffer.memory.address]
+    where = [buffer.address]
     torch.distributed.broadcast_object_list(where)
     flat = map_bytes(where[0], len(buffer.flat))
     # Until here rank 0 keeps it.

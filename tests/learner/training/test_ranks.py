@@ -158,7 +158,7 @@ def command_all(trainer: RankedTrainer) -> None:
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
     trainer.tune(clip_low=None, clip_high=0.25, learning_rate=1e-4)
     buffers = [WeightBuffer(LAYOUT) for _ in range(3)]
-    buffers[2].memory.address = Address(buffers[2].memory.address.path, "/memfd:offbeat-of-another-machine (deleted)")
+    buffers[2].address = Address(buffers[2].address.path, "/memfd:offbeat-of-another-machine (deleted)")
     for value, buffer in enumerate([buffers[0], buffers[1], buffers[0], buffers[2]], start=1):
         buffer.flat.fill_(value)
         trainer.snapshot(buffer)
