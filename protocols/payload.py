@@ -65,10 +65,6 @@ MAX_EXPERTS = 256
 """Most experts in a layer: their numbers are bytes."""
 
 
-class ExpertsError(ValueError):
-    """Bytes that are not the experts of so many tokens."""
-
-
 def encode_experts(experts: NDArray[np.integer]) -> NDArray[np.uint8]:
     """Return the bytes of experts `[tokens, layers, top_k]`, each below `MAX_EXPERTS`."""
     rising = np.sort(experts.astype(np.uint8), axis=-1)
@@ -76,14 +72,11 @@ def encode_experts(experts: NDArray[np.integer]) -> NDArray[np.uint8]:
 
 
 def decode_experts(content: bytes | bytearray | memoryview, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return the experts `[tokens, layers, top_k]` in these bytes, rising; raise `ExpertsError` where they have another shape.
+    """Return the experts `[tokens, layers, top_k]` in these bytes, rising; raise `CompressionError` for another number.
 
     Memory is bounded by the shape, whatever the bytes say. Experts that no layer has are the caller's to find.
     """
-    try:
-        distances = decompress(content, int(np.prod(shape, dtype=np.int64)))
-    except CompressionError as error:
-        raise ExpertsError(f"{len(content)} bytes are not the experts of {shape[0]} tokens: {error}") from error
+    distances = decompress(content, int(np.prod(shape, dtype=np.int64)))
     return np.cumsum(distances.reshape(shape), axis=-1, dtype=np.uint8)
 
 

@@ -12,7 +12,7 @@ from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.fields import LARGEST_REWARD
 from offbeat.protocols.messages import GroupDone
-from offbeat.protocols.payload import CompletionMeta, ExpertsError, Segment, Turn, decode_experts, path_lengths
+from offbeat.protocols.payload import CompletionMeta, CompressionError, Segment, Turn, decode_experts, path_lengths
 from offbeat.protocols.wire import Frame, has_context, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
@@ -273,10 +273,11 @@ def expert_flaw(done: GroupDone, content: Frame, limits: ExpertLimits, *, num_pr
     ours = num_prompt_tokens, limits.num_layers, limits.top_k
     if theirs != ours:
         return f"experts of {theirs} prompt tokens, layers and slots, not {ours}"
+    shape = experts.shape(done.completions)
     try:
-        found = decode_experts(content, experts.shape(done.completions))
-    except ExpertsError as error:
-        return f"broken experts: {error}"
+        found = decode_experts(content, shape)
+    except CompressionError as error:
+        return f"broken experts: {len(content)} bytes are not the experts of {shape[0]} tokens: {error}"
     return "experts that the model does not have" if found.max() >= limits.num_experts else None
 
 

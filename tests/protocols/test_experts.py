@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offbeat.protocols.payload import ExpertsError, compress, decode_experts, encode_experts
+from offbeat.protocols.payload import CompressionError, compress, decode_experts, encode_experts
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 8))
 
@@ -20,21 +20,21 @@ def test_experts_come_back_as_sets(experts):
 
 @given(SHAPES, st.binary(max_size=200))
 def test_other_bytes_are_refused(shape, content):
-    with pytest.raises(ExpertsError, match="are not the experts"):
+    with pytest.raises(CompressionError):
         decode_experts(content, shape)
 
 
 def test_experts_of_more_or_fewer_tokens_are_refused():
     content = encode_experts(np.zeros((4, 2, 2), np.uint8))
     for num_tokens in (3, 5):
-        with pytest.raises(ExpertsError):
+        with pytest.raises(CompressionError):
             decode_experts(content.data, (num_tokens, 2, 2))
 
 
 def test_a_small_message_does_not_become_a_large_array():
     bomb = compress(bytes(1 << 26))
     assert len(bomb) < 1 << 14
-    with pytest.raises(ExpertsError):
+    with pytest.raises(CompressionError):
         decode_experts(bomb, (4, 2, 2))
 
 
