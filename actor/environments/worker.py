@@ -146,10 +146,8 @@ class Worker:
         return Chat(episode, self._format, self._parser)
 
     def _open_url(self, episode: ChatEpisode) -> str:
-        name, chat = episode.play.episode, self._chat(episode)
-        session = self._sessions[name] = AgentSession(
-            name.replace("/", "-"), self._config.model.max_length, lambda history, tools: chat.restart(history, tools or None)
-        )
+        session = AgentSession(self._chat(episode), self._config.model.max_length)
+        self._sessions[episode.play.episode] = session
         return self._endpoint.open(session)
 
     def _send(self, message: messages.FromWorker) -> None:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_CALLS = 64
 """Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
-
-Begin = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Chat]
-"""Returns a new sequence of these messages and tools, at which the model has the word. Raises `ValueError` and `NoRoom`."""
 
 
 @dataclass
@@ -56,11 +53,10 @@ class _Turn:
 class AgentSession:
     """The calls of one episode."""
 
-    def __init__(self, name: str, max_length: int, begin: Begin) -> None:
-        """`name` is unique in the run; `max_length` is `model.max_length`."""
-        self._name = name
+    def __init__(self, chat: Chat, max_length: int) -> None:
+        """Begin no sequence yet: those of the calls are restarts of `chat`. `max_length` is `model.max_length`."""
+        self._chat = chat
         self._max_length = max_length
-        self._begin = begin
         self._tree: MessageTree[_Turn] = MessageTree()
         self._exchanges: dict[bytes, _Exchange] = {}
         """Requests and answers by digest, kept until the agent has used the answer."""
@@ -141,7 +137,7 @@ class AgentSession:
         self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange), agent)
         self._num_answers += 1
         return ModelAnswer(
-            name=f"{self._name}-{self._num_answers}",
+            name=f"{self._chat.key.replace('/', '-')}-{self._num_answers}",
             created=int(time.time()),
             message=message,
             finish="tool_calls" if reply.tool_calls else reply.finish_reason,
@@ -162,7 +158,7 @@ class AgentSession:
             except ValueError:
                 # The template cannot put these messages behind a turn: a system message, say. It may write them from the start.
                 pass
-        conversation = self._begin([for_template(message) for message in call.messages], call.tools)
+        conversation = self._chat.restart([for_template(message) for message in call.messages], call.tools or None)
         return conversation, await conversation.sample(call.max_new_tokens)
 
     def _forget(self, exchange: _Exchange) -> None:

@@ -59,6 +59,8 @@ class FakeConversation:
 class Game:
     """An episode: `turns` is what the model writes, one after the other."""
 
+    key = "7/0/0"
+
     def __init__(self, endpoint: Endpoint, max_length: int) -> None:
         self.endpoint = endpoint
         self.turns: asyncio.Queue[str] = asyncio.Queue()
@@ -67,15 +69,15 @@ class Game:
         self.tools: list[Sequence[Any]] = []
         self.num_started = 0
         self.longest: int | None = None
-        self.session = AgentSession("7-0-0", max_length, cast(Any, self.begin))
+        self.session = AgentSession(cast(Any, self), max_length)
         self.url = endpoint.open(self.session)
 
     def close(self) -> None:
         self.endpoint.close(self.session)
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> FakeConversation:
+    def restart(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> FakeConversation:
         self.begun.append(FakeConversation(self, messages))
-        self.tools.append(tools)
+        self.tools.append(tools or ())
         return self.begun[-1]
 
     def write(self, *turns: str) -> None:
