@@ -160,15 +160,15 @@ async def serve(end: socket.socket) -> None:
     begin = messages.TO_WORKER.decode(await read_message(reader))
     assert isinstance(begin, messages.Begin)
     config = begin.config
-    data, settings, environment = config.data, config.environment, environment_of(config)
+    settings, environment = config.environment, environment_of(config)
     try:
         if environment.is_external:
             function = await ExternalEnvironment.start(environment, config.judge.key_env)
         else:
             function = load_environment(environment.function)
-        arguments = await offer_tools(function, environment.function, data.template_arguments, settings.tool_parser)
+        arguments = await offer_tools(function, config)
         tokenizer = load_tokenizer(Path(begin.model))
-        chat_format = ChatFormat(tokenizer, arguments, has_chat_template=data.chat_template)
+        chat_format = ChatFormat(tokenizer, arguments, has_chat_template=config.data.chat_template)
         parser = TurnParser(
             tokenizer, arguments.get("tools", ()), tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )

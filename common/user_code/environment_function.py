@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError, one_line
-from offbeat.common.settings.config import DataSection, Environment
+from offbeat.common.settings.config import Config, DataSection, Environment
 from offbeat.common.user_code.functions import load_function
 
 SETTING = "task.environment"
@@ -50,18 +50,16 @@ async def tool_schemas(environment: object, path: str) -> list[ToolSchema]:
         raise SettingError(SETTING, path, problem, "Correct the tool, or start its server.") from error
 
 
-async def offer_tools(
-    function: PlayFunction, path: str, template_arguments: Mapping[str, Any], tool_parser: str
-) -> dict[str, Any]:
+async def offer_tools(function: PlayFunction, config: Config) -> dict[str, Any]:
     """Return the template's arguments with the tools of an environment, as the learner has them in its prompts.
 
     Raise `SettingError` when no parser would read the model's calls.
     """
-    schemas = await tool_schemas(function, path)
-    if schemas and not tool_parser:
+    schemas, arguments = await tool_schemas(function, config.task.environment), config.data.template_arguments
+    if schemas and not config.environment.tool_parser:
         problem = "task.environment has tools, and nothing reads the model's calls"
-        raise SettingError("environment.tool_parser", tool_parser, problem, 'Name their form, such as "hermes".')
-    return {"tools": schemas, **template_arguments} if schemas else dict(template_arguments)
+        raise SettingError("environment.tool_parser", "", problem, 'Name their form, such as "hermes".')
+    return {"tools": schemas, **arguments} if schemas else arguments
 
 
 def with_tools(data: DataSection, environment: Environment) -> DataSection:

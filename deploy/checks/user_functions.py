@@ -84,8 +84,7 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         check_external(environment)
         return
     if config.task.environment:
-        function, parser = load_environment(config.task.environment), config.environment.tool_parser
-        asyncio.run(offer_tools(function, config.task.environment, config.data.template_arguments, parser))
+        asyncio.run(offer_tools(load_environment(config.task.environment), config))
         yield from _check_sandbox("task.environment")
         return
     reward = load_reward(config.task.reward)

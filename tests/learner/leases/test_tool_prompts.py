@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import DataSection, Environment
+from offbeat.common.settings.loading import load
 from offbeat.common.user_code.environment_function import load_environment, offer_tools, with_tools
 from offbeat.learner.leases.prompts import load_prompts
 
@@ -74,7 +75,8 @@ def test_template_has_the_tools_and_other_tools_are_other_prompts(tokenizer: Any
 def test_workers_have_the_same_arguments_as_the_learner() -> None:
     own = {"think": True}
     function = load_environment("first_tools:play")
-    in_worker = asyncio.run(offer_tools(function, "first_tools:play", own, "hermes"))
+    config = load(None, ["task.environment=first_tools:play", "template_arguments.think=true", "tool_parser=hermes"])
+    in_worker = asyncio.run(offer_tools(function, config))
     assert in_worker == with_tools(data(template_arguments=own), Environment("first_tools:play")).template_arguments
     assert set(in_worker) == {"think", "tools"}
 
@@ -82,7 +84,7 @@ def test_workers_have_the_same_arguments_as_the_learner() -> None:
 def test_tools_whose_calls_nothing_reads_are_refused() -> None:
     function = load_environment("first_tools:play")
     with pytest.raises(SettingError, match=r'environment\.tool_parser = "": .*nothing reads the model.s calls.*"hermes"'):
-        asyncio.run(offer_tools(function, "first_tools:play", {}, ""))
+        asyncio.run(offer_tools(function, load(None, ["task.environment=first_tools:play"])))
 
 
 def test_tool_without_a_description_is_refused_with_its_name() -> None:
