@@ -58,14 +58,12 @@ class HeartbeatRepeater:
         self._ends_at = 0.0
         self._what = ""
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def repeating(self, heartbeat: ActorHeartbeat | None, limit_s: float, what: str) -> Iterator[None]:
         """Repeat this heartbeat while the caller does `what`, at most for `limit_s`; None repeats nothing."""
-        if heartbeat is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-            self._thread.start()
         with self._lock:
             self._heartbeat, self._ends_at, self._what = heartbeat, self._clock() + limit_s, what
         try:
@@ -77,8 +75,7 @@ class HeartbeatRepeater:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
