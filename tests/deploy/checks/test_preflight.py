@@ -138,8 +138,8 @@ def link_to_itself(name: str) -> Callable[[], object]:
 
 
 FILES: dict[str, tuple[Callable[[], object], str, str]] = {
-    "weights cut": (cut_weights, 'model.path = "model"', "its header says"),
-    "header cut": (damage_header, 'model.path = "model"', "ends within its header"),
+    "weights cut": (cut_weights, 'model.path = "model"', "not fully covered"),
+    "header cut": (damage_header, 'model.path = "model"', "invalid header length"),
     "no weights": (lambda: Path("model/model.safetensors").unlink(), 'model.path = "model"', "no weights"),
     "shard missing": (shard_that_is_missing, 'model.path = "model"', "the first is model-1.safetensors"),
     "no config": (lambda: Path("model/config.json").unlink(), 'model.path = "model"', "no config.json"),
