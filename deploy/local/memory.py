@@ -10,8 +10,7 @@ without GPUs that exceeds the machine's memory; its sums were compared with real
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -20,7 +19,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.formats import to_toml
 from offbeat.common.processes.own_process import GPU_RESERVE
 from offbeat.common.settings.config import Config, has_own_critic, max_episode_tokens, most_actors
-from offbeat.common.settings.loading import replace_settings
+from offbeat.common.settings.loading import load_text, resolved_toml
 from offbeat.deploy.local.devices import Gpu
 from offbeat.deploy.local.model_sizes import ModelSizes, model_sizes
 
@@ -275,9 +274,6 @@ def _reduce_bucket(config: Config) -> float:
 
 # Refusals
 
-Change = Callable[[Config], tuple[Config, str]]
-"""Returns changed settings that save memory, and the change in words."""
-
 
 class Room(NamedTuple):
     """The memory that an actor has on one of its GPUs."""
@@ -304,7 +300,7 @@ def check_learner(config: Config, need_of: Callable[[Config], Need], gpu: Gpu) -
     if config.launch.learner_gpus and need.certain_bytes <= gpu.free_bytes:
         return [f"launch.learner_gpus: {problem}; the sum is partly an estimate, so the run starts all the same."]
     # With fewer actors, fewer engines sleep.
-    changes = (*_LEARNER_CHANGES, _one_actor)
+    changes = [*_learner_changes(config), _one_actor(config)]
     cure = _cure(config, changes, lambda changed: need_of(changed).num_bytes <= gpu.free_bytes)
     if need.certain_bytes <= gpu.free_bytes:
         cure += " To start all the same, name the GPUs in launch.learner_gpus."
@@ -358,8 +354,8 @@ def check_cpu_run(config: Config, sizes: ModelSizes, *, total_bytes: float, free
     words = f"without a GPU the run takes up to {gib(total)} GiB, and {gib(free_bytes)} of {gib(total_bytes)} GiB are free"
     if certain > total_bytes:
         room = total_bytes - config.launch.learner_processes * learner.num_bytes
-        fewer = partial(_fewer_cpu_actors, num_actors=max(1, int(room / actor.num_bytes)))
-        cure = _cure(config, [fewer, _checkpointed, _small_batches], lambda one: _cpu_bytes(one, sizes) <= total_bytes)
+        changes = [_fewer_cpu_actors(config, max(1, int(room / actor.num_bytes))), *_smaller_passes(config)]
+        cure = _cure(config, changes, lambda one: _cpu_bytes(one, sizes) <= total_bytes)
         raise SettingError("model.path", config.model.path, f"{words} ({each})", cure)
     return [f"{words} ({each})"]
 
@@ -381,69 +377,63 @@ def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
         reserve = max(1 - ENGINE_SHARE, GPU_RESERVE + 0.01 * num_actors)
         return needed <= room.gpu.free_bytes - reserve * room.gpu.total_bytes
 
-    if room.learner_bytes or (config.launch.num_actors > 1 and fits(_one_actor(config)[0])):
-        return _cure(config, [_one_actor, *_LEARNER_CHANGES], fits)
+    if room.learner_bytes or (config.launch.num_actors > 1 and fits(_with(config, _one_actor(config)))):
+        return _cure(config, [_one_actor(config), *_learner_changes(config)], fits)
     more = "Give each actor more GPUs (actor.engine_options.tensor_parallel_size)"
     return f"{more}, lower model.max_length, or take a smaller model."
 
 
-def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bool]) -> str:
-    """Return the first change that is enough, else the first few that are together."""
+def _cure(config: Config, changes: Sequence[Mapping[str, str]], fits: Callable[[Config], bool]) -> str:
+    """Return the first change of settings that is enough, else the first few that are together."""
     for change in changes:
-        if fits(change(config)[0]):
-            return f"Set {change(config)[1]}."
-    together, said = config, dict[str, str]()
+        if fits(_with(config, change)):
+            return _in_words(change)
+    changed, together = config, dict[str, str]()
     for change in changes:
-        changed, text = change(together)
-        if changed != together:
-            together = changed
-            # A later change of a setting takes the place of an earlier one.
-            said[text.partition("=")[0]] = text
-        if fits(together):
-            return f"Set {', '.join(said.values())}."
+        before, changed = changed, _with(changed, change)
+        # A later change of a setting takes the place of an earlier one, and what changes nothing is not told.
+        together |= change if changed != before else {}
+        if fits(changed):
+            return _in_words(together)
     if config.train.zero_stage < 3:
         return "Train on more GPUs (launch.learner_processes, train.zero_stage=3), an adapter (lora.rank), or a smaller model."
     return "Train on more or larger GPUs, an adapter (lora.rank), or a smaller model."
 
 
-def _checkpointed(config: Config) -> tuple[Config, str]:
-    checkpointing = config.train.activation_checkpointing or True
-    changed = replace(config, train=replace(config.train, activation_checkpointing=checkpointing))
-    return changed, "train.activation_checkpointing=true"
+def _with(config: Config, settings: Mapping[str, str]) -> Config:
+    """Return the config with these settings, which may be paths into a table."""
+    return load_text(resolved_toml(config, with_secrets=True), [f"{setting}={text}" for setting, text in settings.items()])
 
 
-def _inputs_offloaded(config: Config) -> tuple[Config, str]:
-    changed = replace(config, train=replace(config.train, activation_checkpointing="offload"))
-    return changed, 'train.activation_checkpointing="offload"'
+def _in_words(settings: Mapping[str, str]) -> str:
+    return f"Set {', '.join(f'{setting}={text}' for setting, text in settings.items())}."
 
 
-def _one_actor(config: Config) -> tuple[Config, str]:
-    changed = replace(config, launch=replace(config.launch, num_actors=1, actor_gpus=config.launch.actor_gpus[:1]))
+def _one_actor(config: Config) -> dict[str, str]:
     # Without blanks, at which a shell would divide it.
-    gpus = f", launch.actor_gpus={to_toml(changed.launch.actor_gpus).replace(' ', '')}" if changed.launch.actor_gpus else ""
-    return changed, f"launch.num_actors=1{gpus}"
+    gpus = to_toml(config.launch.actor_gpus[:1]).replace(" ", "")
+    return {"launch.num_actors": "1"} | ({"launch.actor_gpus": gpus} if config.launch.actor_gpus else {})
 
 
-def _fewer_cpu_actors(config: Config, num_actors: int) -> tuple[Config, str]:
+def _fewer_cpu_actors(config: Config, num_actors: int) -> dict[str, str]:
     launch, scale = config.launch, config.scale
     numbers = {"scale.actors": scale.actors} if scale.actors else {"launch.num_actors": launch.num_actors}
     if scale.auto:
         numbers |= {"scale.min": scale.min, "scale.max": scale.max}
-    fewer = {setting: str(num_actors) for setting, number in numbers.items() if number > num_actors}
-    return replace_settings(config, fewer), ", ".join(f"{setting}={number}" for setting, number in fewer.items())
+    return {setting: str(num_actors) for setting, number in numbers.items() if number > num_actors}
 
 
-def _small_batches(config: Config) -> tuple[Config, str]:
+def _smaller_passes(config: Config) -> list[dict[str, str]]:
+    """Return changes with which a learner's pass keeps less."""
     tokens = min(config.train.micro_batch_tokens, config.model.max_length)
-    changed = replace(config, train=replace(config.train, micro_batch_tokens=tokens))
-    return changed, f"train.micro_batch_tokens={tokens}"
+    checkpointed = {} if config.train.activation_checkpointing else {"train.activation_checkpointing": "true"}
+    return [checkpointed, {"train.micro_batch_tokens": str(tokens)}]
 
 
-def _offloaded(config: Config) -> tuple[Config, str]:
-    zero = {**config.train.deepspeed.get("zero_optimization", {}), "offload_optimizer": {"device": "cpu"}}
-    train = replace(config.train, deepspeed={**config.train.deepspeed, "zero_optimization": zero})
-    return replace(config, train=train), "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
-
-
-_LEARNER_CHANGES = (_checkpointed, _small_batches, _offloaded, _inputs_offloaded)
-"""The changes that save the learner's memory, in the order in which they are tried."""
+def _learner_changes(config: Config) -> list[dict[str, str]]:
+    """Return the changes that save a learner's memory on a GPU, in the order in which they are tried."""
+    return [
+        *_smaller_passes(config),
+        {"train.deepspeed.zero_optimization.offload_optimizer.device": "cpu"},
+        {"train.activation_checkpointing": '"offload"'},
+    ]
