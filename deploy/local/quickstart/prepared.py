@@ -7,15 +7,12 @@ and badly. A GGUF file at `model.path` becomes a model folder.
 `python -m offbeat.deploy.local.quickstart.prepared` makes them and prints their paths.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
 import logging
-import os
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -36,9 +33,6 @@ from offbeat.deploy.local.quickstart.stand_ins import GSM8K, SQUARES, StandIn
 from offbeat.deploy.local.quickstart.tiny_tasks import Calculator, Expressions, Lookup, Reversal
 
 logger = logging.getLogger(__name__)
-
-_UNFINISHED_S = 10.0
-"""Age of a folder that is being made from which its lock says whether its process lives."""
 
 
 class Task(Protocol):
@@ -157,73 +151,44 @@ def prepared_folder(recipe: AnyRecipe) -> Path:
 def ensure(folder: Path, recipe: AnyRecipe) -> bool:
     """Make `folder` unless it exists; return True when this call made it.
 
-    The folder appears complete or not at all, also when several processes make it at the same time.
+    The folder appears complete or not at all. Other processes that want the same one wait for it.
     """
+    if folder.exists():
+        return False
     try:
-        _delete_unfinished(folder)
-        if folder.exists():
-            return False
         folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        lock = folder.with_name(f"{folder.name}.lock").open("w")
     except OSError as error:
         raise _cannot_make(recipe, folder, str(error.strerror)) from error
+    partial = folder.with_name(f"{folder.name}.partial")
     said: list[str] = []
     what = f"making {recipe.what}, once for this machine, in {folder}"
-    try:
-        with doing(logger, what, lambda: f", {said[-1]}" if said else ""), _held(building):
-            prepare_environment()
-            # mkdtemp makes folders that only their owner can read, but a cache may be shared.
-            building.chmod(0o755)
-            try:
-                recipe.make(building, said.append)
-            except SafetensorError as error:
-                raise _cannot_make(recipe, folder, str(error)) from error
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _cannot_make(recipe, folder, str(error.strerror)) from error
-                raise
-        try:
-            building.rename(folder)
-        except OSError:
-            # Another process was first; its files are the same.
-            if not folder.exists():
-                raise
+    with lock, doing(logger, what, lambda: f", {said[-1]}" if said else ""):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
             return False
-        return True
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        # A process may have been killed while it made the folder.
+        shutil.rmtree(partial, ignore_errors=True)
+        prepare_environment()
+        try:
+            partial.mkdir()
+            recipe.make(partial, said.append)
+            partial.rename(folder)
+        except SafetensorError as error:
+            raise _cannot_make(recipe, folder, str(error)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _cannot_make(recipe, folder, str(error.strerror)) from error
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return True
 
 
 def _cannot_make(recipe: AnyRecipe, folder: Path, reason: str) -> SettingError:
     problem = f"{recipe.what} cannot be made in {folder.parent} ({reason})"
     cure = "Set the variable to a folder that you may write to, and that has room."
     return SettingError("environment variable XDG_CACHE_HOME", str(folder.parents[1]), problem, cure)
-
-
-@contextlib.contextmanager
-def _held(building: Path) -> Iterator[None]:
-    """Lock a folder that is being made. The kernel frees the lock when the process ends in any way."""
-    descriptor = os.open(building, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _delete_unfinished(folder: Path) -> None:
-    """Delete what processes left that were killed while they made `folder`."""
-    for building in folder.parent.glob(f"{folder.name}-*"):
-        with contextlib.suppress(OSError):
-            # One that was made just now may not be locked yet.
-            if time.time() - building.stat().st_mtime < _UNFINISHED_S:
-                continue
-            descriptor = os.open(building, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(building, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def expand(config: Config) -> Config:
