@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -46,15 +46,6 @@ CANNOT_TELL_OF_GRADIENTS = (
     "What an objective would have made of its own weights: the checkpoints are those that the recorded objective trained. "
     '"seen" counts the groups that a checkpoint has been trained on, for want of others as old.',
 )
-
-
-class Request(NamedTuple):
-    """Settings to replay a run with; an empty tuple stands for the recorded setting, two of them for no other bound."""
-
-    staleness: tuple[int, ...] = ()
-    policies: tuple[str, ...] = ()
-    objectives: tuple[str, ...] = ()
-    """Objectives whose gradients to compare; empty: none."""
 
 
 class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,12 +100,18 @@ class Report:
     cannot_tell: list[str]
 
 
-def replay_run(run: Path, request: Request) -> Report:
-    """Replay the run in this folder; raise `SettingError` when its log is missing or cut, or the request is impossible."""
+def replay_run(
+    run: Path, *, staleness: Sequence[int] = (), policies: Sequence[str] = (), objectives: Sequence[str] = ()
+) -> Report:
+    """Replay the run in this folder with other bounds, and compare the gradients of these objectives.
+
+    Without values of one of staleness and policy, the recorded one stays. Raises `SettingError` when the log is missing or
+    cut, and for values that the run cannot have.
+    """
     config = read_run_config(run)
-    variants = list(_variants(config, request))
-    if request.objectives:
-        _check_objectives(config, request.objectives)
+    variants = list(_variants(config, staleness, policies))
+    if objectives:
+        _check_objectives(config, objectives)
     recording = read_recording(read_whole_log(_log_folder(run, config)))
     recorded = recorded_ends(recording, config)
     exact = replay(recording, config)
@@ -125,10 +122,10 @@ def replay_run(run: Path, request: Request) -> Report:
     ]
     notes = _changes(recording)
     gradients: list[GradientRow] = []
-    if request.objectives:
+    if objectives:
         lags = {RECORDED: exact.lags}
         lags |= {row.label: ends.lags for row, ends in zip(rows, outcomes, strict=True)}
-        gradients, more_notes = _gradients(run, config, request.objectives, recorded, lags)
+        gradients, more_notes = _gradients(run, config, objectives, recorded, lags)
         notes += more_notes
     return Report(
         recorded=bound_row(config, exact, lengths),
@@ -136,7 +133,7 @@ def replay_run(run: Path, request: Request) -> Report:
         bounds=rows,
         gradients=gradients,
         notes=notes,
-        cannot_tell=[*CANNOT_TELL, *(CANNOT_TELL_OF_GRADIENTS if request.objectives else ())],
+        cannot_tell=[*CANNOT_TELL, *(CANNOT_TELL_OF_GRADIENTS if objectives else ())],
     )
 
 
@@ -195,13 +192,13 @@ def _log_folder(run: Path, config: Config) -> Path:
     return folder
 
 
-def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
+def _variants(config: Config, staleness: Sequence[int], policies: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield the settings that each replay changes."""
-    if not (request.staleness or request.policies):
+    if not (staleness or policies):
         return
     bounds = config.staleness
-    for max_staleness in request.staleness or (bounds.max_staleness,):
-        for policy in request.policies or (bounds.staleness_policy,):
+    for max_staleness in staleness or (bounds.max_staleness,):
+        for policy in policies or (bounds.staleness_policy,):
             changed = {"staleness.max_staleness": str(max_staleness), "staleness.staleness_policy": policy}
             if policy != "gate" and bounds.hard_max_staleness is not None:
                 # Settings of the policy gate alone. A replay moves no bound by itself.

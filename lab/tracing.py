@@ -56,14 +56,6 @@ class TraceProcess(NamedTuple):
     spans: tuple[TraceSpan, ...]
 
 
-class TraceRequest(NamedTuple):
-    """The groups to show: of one lease, of one step, or the slowest ones."""
-
-    lease: int | None
-    step: int | None
-    slowest: int
-
-
 class Trace(NamedTuple):
     """Some groups of a run with what else happened then."""
 
@@ -71,15 +63,15 @@ class Trace(NamedTuple):
     processes: tuple[TraceProcess, ...]
 
 
-def read_trace(run: Path, request: TraceRequest) -> Trace:
-    """Return the trace that is asked for; raise `SettingError` for a run without a log or such groups."""
+def read_trace(run: Path, *, lease: int | None, step: int | None, slowest: int) -> Trace:
+    """Return the trace of the groups that `choose` returns; raise `SettingError` for a run without a log or such groups."""
     if not (run / LOG).is_dir():
         raise SettingError("RUN", str(run), "it has no rollout log", "Runs with log.enabled=true can be traced.")
     epochs = int(read_settings(run).number("train", "epochs_per_batch") or 1)
     leases = LeaseHistories((record.event for record in read_log(run / LOG)), epochs=epochs)
     of_actors: defaultdict[str, list[TraceSpan]] = defaultdict(list)
-    for lease in choose(leases, lease=request.lease, step=request.step, slowest=request.slowest):
-        of_actors[lease.actor].append(lease_span(lease))
+    for chosen in choose(leases, lease=lease, step=step, slowest=slowest):
+        of_actors[chosen.actor].append(lease_span(chosen))
     shown = [span for spans in of_actors.values() for span in spans]
     start, end = min(span.start for span in shown), max(span.end for span in shown)
     work = learner_work(read_rows_of(run / ROWS_FILE, StepRow, WeightsRow, PullRow, CommitRow), leases.batches)

@@ -68,8 +68,10 @@ def simulate_command(
 
     runs = list(fitted or [])
     config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)
-    given = predict.Given(completion_s, sigma, train_s, sync_s)
-    source = predict.fitted_times(config, runs, cores) if runs else predict.given_times(config, given, cores)
+    if runs:
+        source = predict.fitted_times(config, runs, cores)
+    else:
+        source = predict.given_times(config, completion_s, sigma=sigma, train_s=train_s, sync_s=sync_s, cores=cores)
     numbers = split_numbers("--actors", actors, at_least=1) or [actors_wanted(config)]
     if scale == "auto":
         run = predict.simulate_scaled(config, source, num_actors=numbers[0], start_s=start_s, seconds=60 * minutes, seed=seed)
@@ -99,13 +101,12 @@ def replay_command(
 
     Exit status 1 if a replay with the recorded settings differs from the recording.
     """
-    from offbeat.lab.replay import Request, render_replay, replay_run
+    from offbeat.lab.replay import render_replay, replay_run
     from offbeat.lab.terminal import print_result
 
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)
-    request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, loss)))
-    report = replay_run(run, request)
+    report = replay_run(run, staleness=bounds, policies=split_list(policy), objectives=split_list(loss))
     print_result(report, render_replay(report), as_json=as_json)
     raise typer.Exit(1 if report.differences else 0)
 

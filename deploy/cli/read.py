@@ -90,11 +90,11 @@ def trace_command(
     out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN/trace.json]")] = None,
 ) -> None:
     """Write a trace of groups for ui.perfetto.dev: the wait, generation, reward, queue and training of each."""
-    from offbeat.lab.tracing import TRACE_FILE, TraceRequest, read_trace, send_trace, write_trace
+    from offbeat.lab.tracing import TRACE_FILE, read_trace, send_trace, write_trace
 
     if lease is not None and step is not None:
         raise SettingError("--lease", lease, "it contradicts --step", "Give one of them.")
-    trace = read_trace(run, TraceRequest(lease, step, slowest))
+    trace = read_trace(run, lease=lease, step=step, slowest=slowest)
     if otlp is not None:
         typer.echo(f"{send_trace(trace, otlp)} spans sent to {otlp}")
         return

@@ -33,17 +33,6 @@ NUM_DRAWN = 1 << 14
 """Groups in a given distribution."""
 
 
-class Given(NamedTuple):
-    """Times given on the command line, in seconds."""
-
-    completion_s: float | None
-    """Mean duration of a completion's generation, which is lognormal."""
-    sigma: float
-    """Standard deviation of its logarithm."""
-    train_s: float | None
-    sync_s: float
-
-
 class Source(NamedTuple):
     """The times of a simulation, and where they come from."""
 
@@ -186,18 +175,24 @@ def predict(
 # Times
 
 
-def given_times(config: Config, given: Given, cores: int | None) -> Source:
-    """Return lognormal completions, and steps and transfers of equal times; cores are shared only if `cores` says so."""
-    for option, seconds in (("--completion-s", given.completion_s), ("--train-s", given.train_s)):
+def given_times(
+    config: Config, completion_s: float | None, *, sigma: float, train_s: float | None, sync_s: float, cores: int | None
+) -> Source:
+    """Return lognormal completions, and steps and transfers of equal times; cores are shared only if `cores` says so.
+
+    `completion_s` is the mean duration of a completion's generation, `sigma` the standard deviation of its logarithm. Raises
+    `SettingError` without a time of completions, or of steps.
+    """
+    for option, seconds in (("--completion-s", completion_s), ("--train-s", train_s)):
         if seconds is None or seconds <= 0:
             cure = "Give --completion-s and --train-s in seconds, or --fit RUN to take the times from a run."
             raise SettingError(option, seconds, "a simulation needs times above 0", cure)
-    assert given.completion_s is not None and given.train_s is not None
+    assert completion_s is not None and train_s is not None
     shape = (NUM_DRAWN, config.rollout.group_size)
     # Independent of the seed, which decides which of them are drawn when.
-    drawn = np.random.default_rng(0).lognormal(-(given.sigma**2) / 2, given.sigma, shape)
-    timings = Timings(given.completion_s * drawn, np.array([given.train_s]), np.array([given.sync_s]))
-    text = f"given: completions lognormal, mean {given.completion_s:g} s, sigma {given.sigma:g}"
+    drawn = np.random.default_rng(0).lognormal(-(sigma**2) / 2, sigma, shape)
+    timings = Timings(completion_s * drawn, np.array([train_s]), np.array([sync_s]))
+    text = f"given: completions lognormal, mean {completion_s:g} s, sigma {sigma:g}"
     return Source(timings, None, cores or None, text)
 
 

@@ -13,7 +13,7 @@ import pytest
 from offbeat.common.processes.shutdown import PAUSED_STATUS
 from offbeat.common.settings.loading import load
 from offbeat.lab.audit import audit
-from offbeat.lab.tracing import TraceRequest, read_trace
+from offbeat.lab.tracing import read_trace
 from offbeat.learner.leases.events import Accepted, Expired, Granted
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.training import checkpoints
@@ -56,7 +56,7 @@ def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
         event.lease_id for event in events if isinstance(event, Granted) and event.lease_id not in expired
     )
     assert all(event.reward_s > 0 for event in events if isinstance(event, Accepted))
-    trace = read_trace(tmp_path / "run", TraceRequest(lease=None, step=None, slowest=1000))
+    trace = read_trace(tmp_path / "run", lease=None, step=None, slowest=1000)
     shown = [span for process in trace.processes for span in process.spans if span.name.startswith("lease ")]
     assert len(shown) == 128
     assert {child.name for span in shown for child in span.children} == {"wait", "generate", "reward", "queue", "train"}

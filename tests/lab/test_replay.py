@@ -28,7 +28,7 @@ from offbeat.lab.gradients import (
     objective_config,
     quantiles,
 )
-from offbeat.lab.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render_replay, replay_run
+from offbeat.lab.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, render_replay, replay_run
 from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log
@@ -123,7 +123,7 @@ def offbeat(*arguments: str) -> str:
 
 
 def test_recorded_settings_are_replayed_first_and_exactly(run: Path) -> None:
-    report = replay_run(run, Request())
+    report = replay_run(run)
     assert report.differences == []
     assert report.bounds == []
     row = report.recorded
@@ -135,7 +135,7 @@ def test_recorded_settings_are_replayed_first_and_exactly(run: Path) -> None:
 
 
 def test_other_bounds_and_policies_get_a_row_each(run: Path) -> None:
-    report = replay_run(run, Request((0, 1), ("gate", "drop")))
+    report = replay_run(run, staleness=(0, 1), policies=("gate", "drop"))
     assert [row.label for row in report.bounds] == [f"{bound} {policy}" for bound in (0, 1) for policy in ("gate", "drop")]
     at_zero = report.bounds[0]
     # Leases 2 and 3 alone are granted while others, 0 and 1, are open.
@@ -150,22 +150,22 @@ def test_run_whose_bound_moved_by_itself_is_replayed_under_every_policy(run: Pat
     config = load(run / "config.toml", ["staleness.auto=true", "staleness.hard_max_staleness=8"])
     (tmp_path / "config.toml").write_text(resolved_toml(config))
     (tmp_path / "log").symlink_to(run / "log")
-    report = replay_run(tmp_path, Request(policies=("gate", "drop", "abort")))
+    report = replay_run(tmp_path, policies=("gate", "drop", "abort"))
     assert report.differences == []
     assert [row.lags for row in report.bounds] == [report.recorded.lags] * 3
 
 
 def test_what_cannot_be_told_is_in_the_output(run: Path) -> None:
-    report = replay_run(run, Request((0,)))
+    report = replay_run(run, staleness=(0,))
     text = " ".join(text_of(report).split())
     assert report.cannot_tell == [*CANNOT_TELL]
     assert "What this cannot tell: - The reward that another bound, order or objective would have reached" in text
     assert "`offbeat simulate` predicts arrivals" in text
-    assert set(CANNOT_TELL_OF_GRADIENTS) < set(replay_run(run, Request(objectives=("gspo",))).cannot_tell)
+    assert set(CANNOT_TELL_OF_GRADIENTS) < set(replay_run(run, objectives=("gspo",)).cannot_tell)
 
 
 def test_each_objective_is_measured_at_the_lags_of_each_bound(run: Path) -> None:
-    report = replay_run(run, Request((0,), objectives=("gspo", "sapo")))
+    report = replay_run(run, staleness=(0,), objectives=("gspo", "sapo"))
     bounds = ["fresh", "recorded", "0 gate"]
     assert [(row.objective, row.bound) for row in report.gradients] == [
         (name, bound) for name in ("gspo", "sapo(1, 1.05)") for bound in bounds
@@ -192,7 +192,7 @@ def test_each_objective_is_measured_at_the_lags_of_each_bound(run: Path) -> None
 def test_run_without_checkpoints_says_which_settings_keep_them(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
     (tmp_path / "log").symlink_to(run / "log")
-    report = replay_run(tmp_path, Request(objectives=("gspo",)))
+    report = replay_run(tmp_path, objectives=("gspo",))
     assert report.gradients == []
     assert len(report.notes) == 1
     assert "train.checkpoint_interval = 2" in report.notes[0]
@@ -206,7 +206,7 @@ def test_checkpoint_without_groups_to_compare_is_passed_over(
     write_log(tmp_path / "log", make_groups(2))
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
     (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
-    report = replay_run(tmp_path, Request(objectives=("gspo",)))
+    report = replay_run(tmp_path, objectives=("gspo",))
     assert report.gradients == []
     assert "step-00000002" in report.notes[0]
     assert "gspo at checkpoint 2: passed over; it takes 4 groups no newer" in caplog.text
@@ -251,7 +251,7 @@ def test_settings_changed_while_the_run_went_on_are_named(run: Path, tmp_path: P
     changed = {"staleness.max_staleness": "3", "train.learning_rate": "1e-5"}
     log.append(Tuned(at=9.0, settings=changed, who="me", reason="", policy_version=4))
     log.close()
-    report = replay_run(tmp_path, Request())
+    report = replay_run(tmp_path)
     assert report.differences == []
     assert [note.split(". ")[0] for note in report.notes] == [
         "Settings were changed while the run went on: staleness.max_staleness = 3 at version 4"
@@ -271,32 +271,32 @@ def test_settings_that_do_not_give_what_was_recorded_are_an_error(run: Path, tmp
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request(policies=("gat",)), "staleness.staleness_policy"),
-        (Request(objectives=("gsqo",)), "gsqo is not a known name"),
-        (Request(objectives=("ppo",)), "the run's checkpoints have no critic"),
+        ({"policies": ("gat",)}, "staleness.staleness_policy"),
+        ({"objectives": ("gsqo",)}, "gsqo is not a known name"),
+        ({"objectives": ("ppo",)}, "the run's checkpoints have no critic"),
     ],
 )
-def test_request_that_cannot_be_is_refused(run: Path, request_: Request, said: str) -> None:
+def test_request_that_cannot_be_is_refused(run: Path, request_: dict[str, tuple[str]], said: str) -> None:
     with pytest.raises(SettingError, match=said):
-        replay_run(run, request_)
+        replay_run(run, **request_)  # pyright: ignore[reportArgumentType]
 
 
 def test_bound_under_which_the_run_would_wait_for_ever_is_refused(run: Path, tmp_path: Path) -> None:
     config = load(run / "config.toml", ["train.steps_per_batch=2"])
     (tmp_path / "config.toml").write_text(resolved_toml(config))
     with pytest.raises(SettingError, match="the run would wait forever"):
-        replay_run(tmp_path, Request((1, 0)))
+        replay_run(tmp_path, staleness=(1, 0))
 
 
 def test_folder_without_a_whole_log_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"it has no config\.toml"):
-        replay_run(tmp_path, Request())
+        replay_run(tmp_path)
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
     with pytest.raises(SettingError, match=r"log\.enabled=true"):
-        replay_run(tmp_path, Request())
+        replay_run(tmp_path)
     write_log(tmp_path / "log", make_groups(NUM_LEASES), segment_bytes=500, retain_bytes=1000)
     with pytest.raises(SettingError, match=r"log\.retain_mb = 1024"):
-        replay_run(tmp_path, Request())
+        replay_run(tmp_path)
 
 
 # Batches

@@ -17,7 +17,6 @@ from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.lease_history import LeaseHistories
 from offbeat.lab.tracing import (
     TraceProcess,
-    TraceRequest,
     TraceSpan,
     choose,
     lease_span,
@@ -197,7 +196,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_file_shows_the_learners_work_beside_the_groups(run: Path) -> None:
-    trace = read_trace(run, TraceRequest(lease=None, step=1, slowest=20))
+    trace = read_trace(run, lease=None, step=1, slowest=20)
     found = {process.name: [(one.name, one.start, one.end) for one in process.spans] for process in trace.processes}
     assert found == {
         "learner": [("wait for rollouts", 102.0, 110.0), ("step 1", 110.0, 112.0)],
@@ -216,4 +215,4 @@ def test_file_shows_the_learners_work_beside_the_groups(run: Path) -> None:
 def test_run_without_a_log_is_a_mistake(run: Path) -> None:
     (run / "log").rename(run / "moved")
     with pytest.raises(SettingError, match="no rollout log"):
-        read_trace(run, TraceRequest(None, None, 20))
+        read_trace(run, lease=None, step=None, slowest=20)

@@ -16,7 +16,6 @@ from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.cli.main import make_app
 from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.predict import (
-    Given,
     Prediction,
     Source,
     fitted_times,
@@ -124,7 +123,7 @@ def test_run_is_simulated_with_its_own_settings() -> None:
 
 
 def test_given_times_have_their_mean_and_spread() -> None:
-    source = given_times(CONFIG, Given(2.0, 0.5, 7.0, 1.0), None)
+    source = given_times(CONFIG, 2.0, sigma=0.5, train_s=7.0, sync_s=1.0, cores=None)
     logs = np.log(source.timings.completions_s)
     assert source.timings.completions_s.shape[1] == 2
     assert source.timings.completions_s.mean() == pytest.approx(2.0, rel=0.02)
@@ -133,10 +132,10 @@ def test_given_times_have_their_mean_and_spread() -> None:
     assert (source.cores, source.tokens_per_group) == (None, None)
 
 
-@pytest.mark.parametrize("missing", [Given(None, 0.5, 7.0, 1.0), Given(2.0, 0.5, None, 1.0), Given(0.0, 0.5, 7.0, 1.0)])
-def test_without_times_there_is_no_simulation(missing: Given) -> None:
+@pytest.mark.parametrize(("completion_s", "train_s"), [(None, 7.0), (2.0, None), (0.0, 7.0)])
+def test_without_times_there_is_no_simulation(completion_s: float | None, train_s: float | None) -> None:
     with pytest.raises(SettingError, match="--fit RUN"):
-        given_times(CONFIG, missing, None)
+        given_times(CONFIG, completion_s, sigma=0.5, train_s=train_s, sync_s=1.0, cores=None)
 
 
 def test_times_of_another_batch_size_are_refused(tmp_path: Path) -> None:
