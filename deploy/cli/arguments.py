@@ -90,23 +90,19 @@ def load_config(arguments: list[str] | None, default: Path | None = None) -> Con
     return replace(config, run=replace(config.run, dir=config.run.dir.replace("{time}", start_time())))
 
 
-def read_config_of_run(arguments: list[str] | None) -> Config:
-    """Return the config that a command line names by its file or by the run's folder, with overrides applied."""
+def read_run(arguments: list[str] | None) -> tuple[Config, Path]:
+    """Return config and folder of the run that a command line names by its file or its folder, with overrides applied."""
     arguments = list(arguments or [])
-    if arguments and Path(arguments[0]).is_dir():
-        file = Path(arguments[0]) / CONFIG_FILE
+    if arguments and (folder := Path(arguments[0])).is_dir():
+        file = folder / CONFIG_FILE
         if not file.exists():
             problem = f"there is no run in it yet: a learner writes {CONFIG_FILE} when it has started"
             raise SettingError("RUN", arguments[0], problem, "Try again in a moment, or name the folder of another run.")
-        arguments[0] = str(file)
-    elif arguments and "=" not in arguments[0] and not Path(arguments[0]).exists():
+        return read_config([str(file), *arguments[1:]]), folder
+    if arguments and "=" not in arguments[0] and not Path(arguments[0]).exists():
         raise SettingError("RUN", arguments[0], "there is no such folder", "Name the folder of a run, or its TOML file.")
-    return read_config(arguments)
-
-
-def folder_of_run(arguments: list[str] | None, config: Config) -> Path:
-    """Return the folder of the run that `read_config_of_run` found `config` by."""
-    return Path(arguments[0]) if arguments and Path(arguments[0]).is_dir() else Path(config.run.dir)
+    config = read_config(arguments)
+    return config, Path(config.run.dir)
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

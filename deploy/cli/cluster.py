@@ -18,9 +18,8 @@ from offbeat.deploy.cli.arguments import (
     QUICKSTART,
     Arguments,
     Operator,
-    folder_of_run,
     read_config,
-    read_config_of_run,
+    read_run,
     split_arguments,
 )
 from offbeat.deploy.clusters.container import Document, read_mapping, write_compose
@@ -194,9 +193,8 @@ def reconcile_command(
     kind, _, place = on.partition(":")
     if kind not in POOLS:
         raise SettingError("--on", on, "there is no such kind of pool", f"Choose one of {', '.join(POOLS)}.")
-    config = read_config_of_run([str(run)])
+    config, folder = read_run([str(run)])
     open_link = open_link_to(config.hub, operator)
-    folder = folder_of_run([str(run)], config)
     stop = StopRequest().install()
     pool = POOLS[kind](config, place)
 

@@ -6,7 +6,7 @@ import typer
 
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS, StopRequest
 from offbeat.common.records.run_folder import LAUNCH_FILE
-from offbeat.deploy.cli.arguments import Operator, folder_of_run, read_config_of_run
+from offbeat.deploy.cli.arguments import Operator, read_run
 from offbeat.deploy.operating.link import ask_status, open_link_to
 from offbeat.deploy.operating.set import refuse_large_changes, requested, say_who_follows, tune
 from offbeat.deploy.operating.status import Asked, print_status, watch_status
@@ -25,8 +25,7 @@ def status_command(
 
     A running learner answers at any time, even during a step. The end of a run is read from its folder.
     """
-    config = read_config_of_run(arguments)
-    folder = folder_of_run(arguments, config)
+    config, folder = read_run(arguments)
     asked = Asked(open_link_to(config.hub, operator), config.hub.address, folder, config.train.num_steps)
     if watch:
         watch_status(asked, StopRequest().install())
@@ -46,9 +45,9 @@ def set_command(
     learner refuses. If a value changes by 10x or more, the command asks for confirmation; without a terminal it needs --yes.
     """
     wanted = requested(settings)
-    config = read_config_of_run([run])
+    config, folder = read_run([run])
     open_link, address = open_link_to(config.hub, operator), config.hub.address
-    status = ask_status(open_link, address, folder_of_run([run], config))
+    status = ask_status(open_link, address, folder)
     if not yes:
         refuse_large_changes(status, config, wanted)
     raise typer.Exit(0 if tune(open_link, address, wanted) else USER_ERROR_STATUS)
@@ -63,8 +62,8 @@ def scale_command(
 
     `offbeat train` or `offbeat reconcile` then starts actors, or asks the newest to leave.
     """
-    config = read_config_of_run([run])
-    open_link, folder = open_link_to(config.hub, operator), folder_of_run([run], config)
+    config, folder = read_run([run])
+    open_link = open_link_to(config.hub, operator)
     status = ask_status(open_link, config.hub.address, folder)
     is_changed = tune(open_link, config.hub.address, {"scale.actors": str(actors)})
     # A run with this file has a launcher, which follows the number.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.deploy.cli.arguments import read_config_of_run, say_page, split_arguments, split_list, split_numbers
+from offbeat.deploy.cli.arguments import read_run, say_page, split_arguments, split_list, split_numbers
 
 
 def test_list_has_no_blanks_and_no_empty_parts_and_each_part_once() -> None:
@@ -38,12 +38,12 @@ def test_first_argument_is_the_config_file_unless_it_is_a_setting(tmp_path: Path
 def test_folder_whose_learner_has_not_started_is_no_mistake_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "launch.toml").touch()
     with pytest.raises(SettingError, match=r"there is no run in it yet.*Try again in a moment"):
-        read_config_of_run([str(tmp_path)])
+        read_run([str(tmp_path)])
 
 
 def test_name_of_a_run_that_is_not_there_is_no_mistake_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"RUN = .*there is no such folder. Name the folder of a run, or its TOML file"):
-        read_config_of_run([str(tmp_path / "absent")])
+        read_run([str(tmp_path / "absent")])
 
 
 def test_page_that_was_written_is_printed_alone_and_said_how_to_open(
