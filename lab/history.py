@@ -219,12 +219,15 @@ class RunHistory:
         return intervals[::-1]
 
 
-def read_run_history(run: Path) -> RunHistory:
-    """Return the history of the run in a folder. Raise `SettingError` where the folder has no rows."""
+def read_run_history(run: Path, broken_lines: list[int] | None = None) -> RunHistory:
+    """Return the history of the run in a folder. Raise `SettingError` where the folder has no rows.
+
+    The numbers of lines that cannot be read are appended to `broken_lines`.
+    """
     file = run / ROWS_FILE
     if not file.is_file():
         raise SettingError("RUN", str(run), f"it has no {ROWS_FILE}", "Name the folder of a run.")
-    return fold_rows(read_rows(file))
+    return fold_rows(read_rows(file, broken_lines))
 
 
 def fold_rows(written: Iterable[rows.Row | rows.OtherRow]) -> RunHistory:

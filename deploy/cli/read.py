@@ -15,10 +15,7 @@ def report_command(run: RunFolder) -> None:
     """Write RUN/report.html: one self-contained page about the run."""
     from offbeat.lab.report.run_report import write_report
 
-    try:
-        say_page(write_report(run))
-    except FileNotFoundError as error:
-        raise SettingError("RUN", str(run), str(error), "Name the folder of a run.") from error
+    say_page(write_report(run))
 
 
 def runs_command(

@@ -14,10 +14,10 @@ from offbeat.common.formats import duration, number
 from offbeat.common.pages import page
 from offbeat.common.records.rows import LedgerSums
 from offbeat.common.records.run_folder import CONFIG_FILE
-from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.objectives import DEFAULTS
 from offbeat.lab import drift
-from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
+from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, read_run_history
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.sections import evaluation_samples_sections, evaluation_sections, health_section, samples_section
 from offbeat.lab.run_summary import RunSettings, read_settings, state_without_end
@@ -47,18 +47,15 @@ OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "runnin
 def write_report(run_folder: Path) -> Path:
     """Write `run_folder/report.html` from the run's metrics rows and settings; return its path.
 
-    The page of a run that is short, empty, failed or still going says so. `FileNotFoundError` for a folder without metrics.
+    The page of a run that is short, empty, failed or still going says so. `SettingError` for a folder without metrics.
     """
     return page.write_page(run_folder / REPORT_FILE, read_report(run_folder))
 
 
 def read_report(run_folder: Path) -> page.Page:
     """Return the report of the run so far, from its metrics rows and settings; raise as `write_report` does."""
-    rows_file = run_folder / ROWS_FILE
-    if not rows_file.is_file():
-        raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
     broken_lines: list[int] = []
-    history = fold_rows(read_rows(rows_file, broken_lines))
+    history = read_run_history(run_folder, broken_lines)
     return _page(encodable(run_folder.resolve().name), history, read_settings(run_folder), broken_lines, time.time())
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from offbeat.common.errors import SettingError
 from offbeat.common.pages.figures import MAX_POINTS
 from offbeat.lab.history import Interval, fold_rows, rate_over_time
 from offbeat.lab.report.run_report import write_report
@@ -185,7 +186,7 @@ def test_evaluations_of_steps_that_a_resume_repeats_are_those_made_since() -> No
 
 
 def test_folder_without_metrics_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} has no metrics.jsonl")):
+    with pytest.raises(SettingError, match=re.escape(f'RUN = "{tmp_path}": it has no metrics.jsonl')):
         write_report(tmp_path)
 
 
