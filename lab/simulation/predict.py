@@ -14,11 +14,10 @@ from rich.text import Text
 
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EventRow
-from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.records.run_folder import read_run_config
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, eval_sets
-from offbeat.common.settings.loading import load
 from offbeat.lab.simulation.account import Move, Scaling
 from offbeat.lab.simulation.fit import fit
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation
@@ -199,10 +198,7 @@ def given_times(
 def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Source:
     """Return the times of these runs. `cores`: of the machine they shared; None: this one's, if their engines ran on CPUs."""
     for run in runs:
-        config_file = run / CONFIG_FILE
-        if not config_file.exists():
-            raise SettingError("--fit", str(run), f"it has no {CONFIG_FILE}", "Name the folder of a run.")
-        fitted = load(config_file)
+        fitted = read_run_config(run)
         for name, ours, theirs in (
             ("rollout.group_size", config.rollout.group_size, fitted.rollout.group_size),
             ("train.groups_per_step", config.train.groups_per_step, fitted.train.groups_per_step),
