@@ -9,10 +9,9 @@ Values and seeds may be added to a sweep; existing runs are never changed.
 import itertools
 import logging
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -26,6 +25,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, refuse_masked, resolved_toml
 from offbeat.deploy.clusters.services import NOTICE_S, slurm_folder
 from offbeat.deploy.experiments.jobs import alone_in
+from offbeat.lab.run_summary import parse_settings
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, PlannedTrial, has_ended, read_plan, read_run
 from offbeat.protocols.addresses import address_file, is_loopback
 
@@ -153,7 +153,7 @@ def _check_same(old: Plan, new: Plan, trials: Sequence[SweepTrial], folder: Path
     for trial in trials:
         file = trial.folder / CONFIG_FILE
         if trial.name in {planned.name for planned in old.trials} and file.exists():
-            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), trial.config))
+            there, here = (parse_settings(resolved_toml(config)).flat() for config in (load(file), trial.config))
             differences |= dict.fromkeys(_config_differences(there, here))
     if differences:
         shown = [*differences][:_MAX_DIFFERENCES]
@@ -181,20 +181,18 @@ def _listed(values: Iterable[str] | None) -> str:
     return "not varied" if values is None else ", ".join(values)
 
 
-def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping]) -> Iterator[str]:
-    for section in {**there, **here}:
-        old, new = there.get(section, {}), here.get(section, {})
-        for key in {**old, **new}:
-            before, now = (_without_folder(section, key, one.get(key)) for one in (old, new))
-            # The same folder may be written in another way, and a mirror may be moved.
-            if before != now and (section, key) not in (("run", "dir"), ("run", "mirror")):
-                yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
+def _config_differences(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+    for setting in {**there, **here}:
+        old, new = (settings.get(setting, "not set") for settings in (there, here))
+        # The same folder may be written in another way, and a mirror may be moved.
+        if setting not in ("run.dir", "run.mirror") and _without_folder(setting, old) != _without_folder(setting, new):
+            yield f"{setting} is {old} there and {new} here"
 
 
-def _without_folder(section: str, key: str, value: Any) -> Any:
+def _without_folder(setting: str, value: str) -> str:
     """Return the value of a setting without the run's folder, which may be written in another way."""
-    is_address = (section, key) == ("hub", "address")
-    return file.name if is_address and (file := address_file(value)) is not None else value
+    file = address_file(value) if setting == "hub.address" else None
+    return value if file is None else file.name
 
 
 def _write_config(trial: SweepTrial) -> None:
