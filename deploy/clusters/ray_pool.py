@@ -20,6 +20,7 @@ from offbeat.common.processes.shutdown import PARENT_VARIABLE
 from offbeat.common.settings.config import Config
 from offbeat.deploy.clusters.pool import Instance, PoolError
 from offbeat.deploy.clusters.services import FLEET, find_fleet_key
+from offbeat.deploy.local.memory import tensor_parallel_size
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import is_loopback
 from offbeat.protocols.text import plain
@@ -180,8 +181,7 @@ def open_ray_pool(config: Config, place: str) -> RayPool:
 
 def num_gpus(config: Config, resources: dict[str, float]) -> int:
     """Return the GPUs of each actor: one for each part of the model, none on a cluster without GPUs."""
-    parts = int(config.actor.engine_options.get("tensor_parallel_size", 1))
-    return parts if resources.get("GPU") else 0
+    return tensor_parallel_size(config) if resources.get("GPU") else 0
 
 
 def _meeting(config: Config) -> LearnerAccess:
