@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.common.errors import ServiceError, SettingError, one_line
 from offbeat.common.formats import to_toml
-from offbeat.common.records.run_folder import CHECKPOINTS, not_writable, read_run_config
+from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config, writing
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
@@ -46,10 +46,8 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
 
     weights = load_file(folder / WEIGHTS_FILE)
     partial = checkpoints.partial_folder(out)
-    try:
+    with writing(out, "--out"):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise not_writable(out, error, "--out") from error
     try:
         (_write_adapter if only_adapter else _write_model)(config, weights, partial)
     # safetensors reports a full disk as this.

@@ -66,11 +66,9 @@ def locked(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
     it holds between machines on NFS with its lock service. Raises `SettingError` about `run.dir` where another process has
     the folder, or where it cannot be locked or written.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / name).open("a+b")
-    except OSError as error:
-        raise not_writable(folder, error) from error
     # Closing the file anywhere in this process would free the lock: nothing else may open it.
     with file:
         _lock(file, folder, name)
@@ -214,10 +212,14 @@ def set_aside_failed_start(folder: Path) -> Path | None:
     return target
 
 
-def not_writable(folder: Path, error: OSError, setting: str = "run.dir") -> SettingError:
-    """Return the mistake of a folder that cannot be made or written, for the error that was raised then."""
-    problem = f"the folder cannot be written ({error.strerror})"
-    return SettingError(setting, str(folder), problem, "Name a folder that you may write to.")
+@contextmanager
+def writing(folder: Path, setting: str = "run.dir") -> Iterator[None]:
+    """Raise `SettingError` about the setting that names the folder, where it cannot be made or written in this context."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the folder cannot be written ({error.strerror})"
+        raise SettingError(setting, str(folder), problem, "Name a folder that you may write to.") from error
 
 
 def _lock(file: BinaryIO, folder: Path, name: str) -> None:

@@ -1,8 +1,7 @@
 """The commands for clusters: the files of a run for a scheduler, and the loop that keeps actors there."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.logs import configure_logs
-from offbeat.common.records.run_folder import not_writable
+from offbeat.common.records.run_folder import writing
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
 from offbeat.deploy.cli.arguments import (
@@ -63,7 +62,7 @@ def slurm(
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
     assert path is not None, "read_config refuses a command line without a file"
-    with _writing(out):
+    with writing(out, "--out"):
         told = write_scripts(config, path, overrides, out, learner_options or [], actor_options or [])
     typer.echo(told)
 
@@ -111,7 +110,7 @@ def kubernetes(
         prometheus=prometheus,
         reconciles=scaler == "reconcile",
     )
-    with _writing(out):
+    with writing(out, "--out"):
         told = write_manifests(path, overrides, out, cluster)
     typer.echo(told)
 
@@ -121,18 +120,9 @@ def compose(out: Out, image: Image = "", arguments: Arguments = None) -> None:
     """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of `launch`."""
     path, overrides = _named_file(arguments)
     named = _named_image(image)
-    with _writing(out):
+    with writing(out, "--out"):
         told = write_compose(path, overrides, out, named)
     typer.echo(told)
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raise `SettingError` where the folder `out` cannot be made or written within."""
-    try:
-        yield
-    except OSError as error:
-        raise not_writable(out, error, "--out") from error
 
 
 def _named_image(image: str) -> str:

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.common.records.run_folder import not_writable
+from offbeat.common.records.run_folder import writing
 
 LOOK_S = 1.0
 """Longest time between two looks at whether to stop."""
@@ -74,11 +74,9 @@ def alone_in(folder: Path, *, name: str = LOCK_FILE, wait_s: float = 0.0, settin
     `SettingError` for a folder that cannot be made or written; `setting` is the option that names the folder.
     """
     deadline = time.monotonic() + wait_s
-    try:
+    with writing(folder, setting):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / name).open("w")
-    except OSError as error:
-        raise not_writable(folder, error, setting) from error
     with file:
         while True:
             try:

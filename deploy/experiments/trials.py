@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.processes import files
-from offbeat.common.records.run_folder import decide_resume, not_writable
+from offbeat.common.records.run_folder import decide_resume, writing
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, refuse_masked, resolved_toml
@@ -117,13 +117,11 @@ def prepare(plan: Plan, trials: Sequence[SweepTrial], folder: Path) -> None:
     with alone_in(folder, wait_s=PREPARE_S):
         if (folder / PLAN_FILE).exists():
             _check_same(read_plan(folder), plan, trials, folder)
-        try:
+        with writing(folder, "--out"):
             for trial in trials:
                 _write_config(trial)
             # Written last: every run that a plan file names has its settings.
             files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
-        except OSError as error:
-            raise not_writable(folder, error, "--out") from error
 
 
 def _as_trial(config: Config, planned: PlannedTrial, folder: Path) -> Config:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.common.errors import SettingError
-from offbeat.common.records.run_folder import not_writable
+from offbeat.common.records.run_folder import writing
 from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
 from offbeat.protocols.keys import KeyPair, Role, make_key_pair, public_text, secret_text
 from offbeat.protocols.text import is_name
@@ -36,14 +36,12 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
         if times > 1:
             raise SettingError("NAME", stem, "two services would share one key file", "Give each another name.")
     pairs = [make_key_pair(role, name) for role, name in named]
-    try:
+    with writing(folder, "FOLDER"):
         folder.mkdir(parents=True, exist_ok=True)
         for pair in pairs:
             _write_secret(_secret_file(folder, pair.owner.name), secret_text(pair))
             _secret_file(folder, pair.owner.name).with_suffix(".pub").write_text(public_text(pair.owner))
         _allow(folder / ALLOWED_KEYS, [pair for pair in pairs if pair.owner.role != "learner"])
-    except OSError as error:
-        raise not_writable(folder, error, "FOLDER") from error
     return pairs
 
 

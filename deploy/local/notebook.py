@@ -27,7 +27,7 @@ from offbeat.common.errors import RunError, ServiceError, SettingError
 from offbeat.common.formats import to_toml
 from offbeat.common.processes.shutdown import PARENT_VARIABLE
 from offbeat.common.records.logs import MAX_FILE_BYTES, bound_log
-from offbeat.common.records.run_folder import PROGRAM_LOGS, not_writable, read_run_config
+from offbeat.common.records.run_folder import PROGRAM_LOGS, read_run_config, writing
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.deploy.cli.arguments import QUICKSTART, load_config
 from offbeat.deploy.local.starts import PROGRAM
@@ -58,11 +58,9 @@ class Run:
         self._rows_file = self.folder / ROWS_FILE
         self._log = self.folder / PROGRAM_LOGS / "train.log"
         is_new = not self.folder.exists()
-        try:
+        with writing(folder):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._log.touch()
-        except OSError as error:
-            raise not_writable(folder, error) from error
         self._log_start = self._log.stat().st_size
         self._rows_before = _inode_and_size(self._rows_file)
         """The rows file of an earlier start, and its size. A new run moves it away."""

@@ -9,7 +9,7 @@ import msgspec
 from offbeat.common.formats import duration, number
 from offbeat.common.pages import page
 from offbeat.common.processes import files
-from offbeat.common.records.run_folder import not_writable
+from offbeat.common.records.run_folder import writing
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.report.run_report import REPORT_FILE
@@ -35,10 +35,8 @@ def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()
     """
     plan = read_plan(folder)
     gathered = gather(folder, plan, margin, read_baseline(plan, baseline))
-    try:
+    with writing(folder, "--out"):
         files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
-    except OSError as error:
-        raise not_writable(folder, error, "--out") from error
     return page.write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
 
 
