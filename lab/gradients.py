@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import resolve_model
-from offbeat.common.settings.completion import complete
+from offbeat.common.settings.completion import FILLED_IN
 from offbeat.common.settings.config import Config, environment_of
+from offbeat.common.settings.loading import replace_settings
 from offbeat.common.settings.objective_checks import check_objective
 from offbeat.common.settings.objectives import DEFAULTS, parse_objective
 from offbeat.learner.diagnostics.batch_metrics import Metrics
@@ -105,24 +106,12 @@ def objective_config(config: Config, objective: str) -> Config:
     """
     method = parse_objective(objective, setting="--loss")
     if not Path(config.loss.noise_floor).is_file():
-        config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, noise_floor=""))
+        config = replace_settings(config, {"loss.noise_floor": ""})
     if str(method) == config.loss.objective:
         return config
-    loss = msgspec.structs.replace(
-        config.loss,
-        objective=str(method),
-        function="",
-        clip_low=None,
-        clip_high=None,
-        clip_by=None,
-        dual_clip=config.loss.dual_clip if DEFAULTS[method.name].dual_clip else None,
-        aggregation=None,
-        aggregation_length=None,
-        zero_variance=None,
-    )
-    advantage = msgspec.structs.replace(config.advantage, baseline=None, divide_by_std=None)
-    reward = msgspec.structs.replace(config.reward, overlong_buffer=None)
-    changed = complete(msgspec.structs.replace(config, loss=loss, advantage=advantage, reward=reward))
+    of_objective = FILLED_IN if DEFAULTS[method.name].dual_clip else (*FILLED_IN, "loss.dual_clip")
+    replaced = {"loss.objective": str(method), "loss.function": "", **dict.fromkeys(of_objective, "none")}
+    changed = replace_settings(config, replaced)
     if (changed.advantage.baseline == "critic") != (config.advantage.baseline == "critic"):
         has = (
             "have a critic, which this objective would not train" if config.advantage.baseline == "critic" else "have no critic"
