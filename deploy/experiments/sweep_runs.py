@@ -95,14 +95,6 @@ JUDGE_S = 10.0
 """Seconds between two looks at whether a run is hopeless."""
 
 
-class RunEnd(NamedTuple):
-    """The end of one run."""
-
-    status: int
-    """Exit status."""
-    seconds: float
-
-
 def run_sweep(
     trials: Sequence[SweepTrial],
     folder: Path,
@@ -134,9 +126,9 @@ def run_sweep(
         with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
             for done in run_jobs(todo, lambda trial: threads.submit(run, trial, free), stop, num_at_once=len(places)):
                 history = plan.read_run(done.job.folder)
-                text = _describe_end(done.job, done.result, history)
+                text = _describe_end(done.job, *done.result, history)
                 say(f"{num_before + done.number}/{len(trials)} {text}{'' if stop else done.left}")
-                num_failed += not plan.has_ended(done.job.folder, history) and not stop
+                num_failed += plan.state_of(done.job.folder, history) not in plan.ENDED and not stop
                 # Another shard may be writing it; the last one will have all runs.
                 with contextlib.suppress(FolderBusyError), alone_in(folder, name=REPORT_LOCK):
                     write_report()
@@ -184,8 +176,8 @@ def _run(
     stop: StopRequest,
     program: Sequence[str],
     stops_hopeless: bool,
-) -> RunEnd:
-    """Run one trial at a free place to its end, until a signal, or until it is hopeless.
+) -> tuple[int, float]:
+    """Run one trial at a free place to its end, until a signal, or until it is hopeless; return exit status and seconds.
 
     Waits for: the end of its process, looking every `LOOK_S`; `STOP_S` once it was asked to stop.
     """
@@ -209,7 +201,7 @@ def _run(
     finally:
         run.kill()
         free.put(place)
-    return RunEnd(run.status or 0, time.monotonic() - started)
+    return run.status or 0, time.monotonic() - started
 
 
 def _why_stop(trial: SweepTrial, stop: StopRequest, judge: "_Judge | None") -> str | None:
@@ -269,10 +261,10 @@ def _clean(trial: SweepTrial) -> None:
             path.unlink()
 
 
-def _describe_end(trial: SweepTrial, end: RunEnd, history: RunHistory) -> str:
+def _describe_end(trial: SweepTrial, status: int, seconds: float, history: RunHistory) -> str:
     """Return how a run has ended, with its reward if it has one, and how long it took."""
     reward = final_reward(history)
-    parts = [_outcome(trial, history, end.status), *([] if reward is None else [f"reward {reward:.3g}"]), duration(end.seconds)]
+    parts = [_outcome(trial, history, status), *([] if reward is None else [f"reward {reward:.3g}"]), duration(seconds)]
     return f"{trial.name.replace('/', ' ')}: {', '.join(parts)}"
 
 

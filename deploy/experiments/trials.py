@@ -26,7 +26,7 @@ from offbeat.common.settings.loading import load, refuse_masked, resolved_toml
 from offbeat.deploy.clusters.services import NOTICE_S, slurm_folder
 from offbeat.deploy.experiments.jobs import alone_in
 from offbeat.lab.run_summary import parse_settings
-from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, PlannedTrial, has_ended, read_plan, read_run
+from offbeat.lab.sweep.plan import CONFIG_FILE, ENDED, PLAN_FILE, Plan, PlannedTrial, read_plan, read_run, state_of
 from offbeat.protocols.addresses import address_file, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class SweepTrial(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """The run is finished, or was stopped as hopeless: there is nothing left to do."""
-        return has_ended(self.folder, read_run(self.folder))
+        return state_of(self.folder, read_run(self.folder)) in ENDED
 
 
 def make_trials(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[SweepTrial]:

@@ -13,7 +13,7 @@ import time
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -35,15 +35,6 @@ SAY_S = 1.0
 """Least seconds between two lines about steps."""
 CHECKPOINT_INTERVAL = 5
 """Optimizer steps between two checkpoints: the learner that is killed goes back by up to this many."""
-
-
-class Scene(NamedTuple):
-    """Something that happens to the run."""
-
-    step: int
-    """The optimizer step from which on it is played, once the scene before it is over."""
-    play: Callable[["Stage"], str | None]
-    """Function that plays the scene. It returns the kind of event that ends the scene, or None to wait for nothing."""
 
 
 class Stage:
@@ -72,10 +63,10 @@ class Stage:
             self.say(
                 f"step {step:3d}/{self.config.train.num_steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.1f}"
             )
-        if self._left and step >= self._left[0].step and self._awaited is None:
-            scene = self._left.pop(0)
+        if self._left and step >= self._left[0][0] and self._awaited is None:
+            _, play = self._left.pop(0)
             self._played_at = time.monotonic()
-            self._awaited = scene.play(self)
+            self._awaited = play(self)
 
     def request(self, settings: Mapping[str, str]) -> None:
         """Change settings as `offbeat set` does, and say what the learner answers."""
@@ -120,7 +111,9 @@ def _add_actor(stage: Stage) -> str:
     return "actor_joined"
 
 
-SCENES = (Scene(8, _kill_actor), Scene(14, _kill_learner), Scene(20, _change_bound), Scene(26, _add_actor))
+SCENES = ((8, _kill_actor), (14, _kill_learner), (20, _change_bound), (26, _add_actor))
+"""What happens to the run, and from which step on, once the scene before it is over. A function that plays a scene returns the
+kind of event that ends it, or None to wait for nothing."""
 
 
 def run_demo(config: Config, command: Sequence[str], say: Callable[[str], None], *, opens_browser: bool) -> int:

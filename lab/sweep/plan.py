@@ -128,11 +128,6 @@ def state_of(folder: Path, history: RunHistory) -> State:
     return "broken off" if history.num_rows else "new"
 
 
-def has_ended(folder: Path, history: RunHistory) -> bool:
-    """Return whether nothing is left to do for the run in a folder, with this history."""
-    return state_of(folder, history) in ENDED
-
-
 def read_baseline(plan: Plan, texts: Sequence[str]) -> dict[str, str]:
     """Return the settings of `KEY=VALUE` texts; raise `SettingError` for one that the plan does not vary, or not so."""
     chosen: dict[str, str] = {}
