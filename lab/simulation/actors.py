@@ -57,45 +57,39 @@ class Slots:
 
     def __init__(self, num_actors: int, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._free = [num_slots] * num_actors
-        self._retired: set[int] = set()
-        self.num_free = num_slots * num_actors
-        """Free slots of the actors that take leases."""
-        self._newest = [-1] * num_actors
+        self._free: list[int] = []
+        self._newest: list[int] = []
         """Turn at which each actor took its newest slot."""
         self._turns = count()
-        self._by_free: list[list[tuple[int, int]]] = [[] for _ in range(num_slots + 1)]
-        """A heap of (newest turn, actor) for each number of free slots. Entries with another number are out of date."""
-        self._by_free[num_slots] = [(-1, actor) for actor in range(num_actors)]
-        self._most = num_slots
-        """Upper bound of the free slots of any actor."""
+        self._retired: set[int] = set()
+        self._waiting: list[tuple[int, int, int]] = []
+        """A heap of what `_entry` returned for the actors. Entries of an earlier state are out of date."""
+        self.num_free = 0
+        """Free slots of the actors that take leases."""
+        for _ in range(num_actors):
+            self.add()
 
     def take(self) -> int | None:
         """Take a slot of the actor with the most room, of equals the one that waits longest; None when no slot is free."""
-        while self._most:
-            waiting = self._by_free[self._most]
-            while waiting:
-                newest, actor = heapq.heappop(waiting)
-                if self._is_current(self._most, newest, actor):
-                    self._newest[actor] = next(self._turns)
-                    self._set_free(actor, self._most - 1)
-                    return actor
-            self._most -= 1
+        while self._waiting:
+            entry = heapq.heappop(self._waiting)
+            actor = entry[2]
+            if entry == self._entry(actor):
+                self._newest[actor] = next(self._turns)
+                self._set_free(actor, self._free[actor] - 1)
+                return actor
         return None
 
     def give_back(self, actor: int) -> None:
         """Free a slot of this actor."""
-        if actor in self._retired:
-            return
-        self._set_free(actor, self._free[actor] + 1)
-        self._most = max(self._most, self._free[actor])
+        if actor not in self._retired:
+            self._set_free(actor, self._free[actor] + 1)
 
     def add(self) -> int:
         """Add an actor, all of whose slots are free; return its index."""
         self._free.append(0)
         self._newest.append(-1)
         self._set_free(len(self._free) - 1, self._num_slots)
-        self._most = self._num_slots
         return len(self._free) - 1
 
     def retire(self, actor: int) -> None:
@@ -103,17 +97,17 @@ class Slots:
         self._set_free(actor, 0)
         self._retired.add(actor)
 
+    def _entry(self, actor: int) -> tuple[int, int, int]:
+        return -self._free[actor], self._newest[actor], actor
+
     def _set_free(self, actor: int, free: int) -> None:
         self.num_free += free - self._free[actor]
         self._free[actor] = free
-        waiting = self._by_free[free]
-        if len(waiting) > 4 * len(self._free):
-            waiting = self._by_free[free] = [one for one in waiting if self._is_current(free, *one)]
-            heapq.heapify(waiting)
-        heapq.heappush(waiting, (self._newest[actor], actor))
-
-    def _is_current(self, free: int, newest: int, actor: int) -> bool:
-        return self._free[actor] == free and self._newest[actor] == newest
+        if free:
+            heapq.heappush(self._waiting, self._entry(actor))
+        if len(self._waiting) > 4 * len(self._free):
+            self._waiting = [self._entry(one) for one, left in enumerate(self._free) if left]
+            heapq.heapify(self._waiting)
 
 
 @dataclass(slots=True)
