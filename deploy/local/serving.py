@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import httpx2
 
 from offbeat.actor.engines.openai_server import MODULE, transformers_arguments, vllm_arguments
 from offbeat.common.errors import SettingError
@@ -148,10 +148,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _answers(served: Served) -> bool:
     """Return whether the server says that its model is loaded."""
-    # Not by way of a proxy, which would ask its own machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    address = f"{served.url.removesuffix('/v1')}/health"
     try:
-        with opener.open(f"{served.url.removesuffix('/v1')}/health", timeout=LOOK_S) as answer:
-            return answer.status == 200
-    except (OSError, urllib.error.HTTPError):
+        # Not by way of a proxy, which would ask its own machine.
+        return httpx2.get(address, timeout=LOOK_S, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False

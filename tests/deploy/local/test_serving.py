@@ -84,7 +84,6 @@ def test_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port('127.0.0.1')}")
-    monkeypatch.setattr(urllib.request, "_opener", None)
     monkeypatch.setattr(serving, "LOOK_S", 5.0)
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.handle_request)
