@@ -6,7 +6,7 @@ so it has no addresses, no secrets, and of local paths their end alone.
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,10 +108,9 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def write_card(run: Path, config: Config, version: int, folder: Path, *, is_adapter: bool) -> None:
     """Write the card of the checkpoint after `version` optimizer steps into the folder of its export."""
-    rows = run / ROWS_FILE
-    history = fold_rows(read_rows(rows)) if rows.is_file() else None
-    parts = [_head(config, is_adapter=is_adapter), _facts(config, version, history)]
-    if history is not None and (curve := list(_curve(history, version))):
+    history = fold_rows(read_rows(run / ROWS_FILE))
+    parts = [_head(config, is_adapter=is_adapter), _facts(config, version, history.groups_by_lag)]
+    if curve := list(_curve(history, version)):
         table = ["| step | reward | held-out reward | mean lag |", "|---|---|---|---|", *curve]
         parts.append("\n".join(["## Curve", "", *table]))
     settings = "\n".join(_changed_settings(read_settings(run)))
@@ -158,13 +157,12 @@ def _head(config: Config, *, is_adapter: bool) -> str:
     return f"---\n{metadata.to_yaml()}\n---"
 
 
-def _facts(config: Config, version: int, history: RunHistory | None) -> str:
+def _facts(config: Config, version: int, groups_by_lag: Mapping[int, int]) -> str:
     staleness = config.staleness
     bound = f"at most {staleness.max_staleness} optimizer steps ({staleness.staleness_policy})"
-    counts = {} if history is None else history.groups_by_lag
-    if counts:
-        mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
-        bound += f"; measured over the whole run: {mean:.2f} on average, {max(counts)} at most"
+    if groups_by_lag:
+        mean = sum(lag * count for lag, count in groups_by_lag.items()) / sum(groups_by_lag.values())
+        bound += f"; measured over the whole run: {mean:.2f} on average, {max(groups_by_lag)} at most"
     loss, train = config.loss, config.train
     facts = {
         "Base model": f"`{_public(config.model.path)}`",

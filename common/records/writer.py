@@ -175,11 +175,13 @@ def _beginnings(kinds: Iterable[type[rows.Row]]) -> tuple[bytes, ...]:
 
 
 def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[rows.Row | rows.OtherRow]:
-    """Yield the rows of a metrics file in order, without lines that are no JSON objects.
+    """Yield the rows of a metrics file in order, without lines that are no JSON objects; no rows where there is no file.
 
     A running or killed writer may leave the last line torn. The numbers of skipped lines, from 1, are appended to
     `broken_lines`.
     """
+    if not path.is_file():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             row = rows.decode_row(line)

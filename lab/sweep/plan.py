@@ -115,8 +115,7 @@ def read_plan(folder: Path) -> Plan:
 
 def read_run(folder: Path) -> RunHistory:
     """Return the history of the run in a folder; empty before its first row."""
-    rows_file = folder / ROWS_FILE
-    return fold_rows(read_rows(rows_file)) if rows_file.exists() else RunHistory()
+    return fold_rows(read_rows(folder / ROWS_FILE))
 
 
 def state_of(folder: Path, history: RunHistory) -> State:
