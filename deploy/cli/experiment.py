@@ -252,14 +252,14 @@ def study_command(
     of_methods = _known("--methods", chosen, list(methods())) or list(methods())
     of_lags = split_numbers("--lags", lags, at_least=0)
     if probe:
-        run_probes(QUICKSTART, folder, of_tasks, of_methods, of_lags, num_seeds=seeds, say=typer.echo)
+        run_probes(folder, of_tasks, of_methods, of_lags, num_seeds=seeds, say=typer.echo)
         return
     every = make_trials(of_tasks, of_methods, of_lags, _noises(noise), seeds)
     trials = [trial for trial in every if TASKS[trial.task].is_mixture or trial.method not in OF_MIXTURES]
     part = read_shard(shard)
     file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
     stop = StopRequest().install()
-    run_study(QUICKSTART, part.of(trials), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
+    run_study(part.of(trials), folder, file, stop, num_jobs=0 if plan else jobs, say=typer.echo)
     if stop:
         raise typer.Exit(INTERRUPTED_STATUS)
 

@@ -8,7 +8,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache
@@ -21,6 +21,7 @@ from offbeat.common.processes.shutdown import StopRequest, die_with_parent
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
+from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.experiments.jobs import alone_in, run_jobs
 from offbeat.lab.study import trials
 
@@ -29,7 +30,6 @@ RUNS_PER_PROCESS = 20
 
 
 def run_study(
-    base: Path,
     planned: Sequence[trials.StudyTrial],
     folder: Path,
     file: Path,
@@ -44,23 +44,17 @@ def run_study(
 
     Raises the error of a run that failed, and `SettingError` when another process writes to the file.
     """
-    from offbeat.deploy.experiments.study_tasks import TASKS
-
-    settings = {trial: (*TASKS[trial.task].settings, *trials.methods()[trial.method]) for trial in planned}
     rows = trials.read_rows(folder)
-    todo = trials.left_to_do(planned, rows, settings)
+    todo = trials.left_to_do(planned, rows, {trial: settings_of(trial) for trial in planned})
     say(_plan_text(todo, rows))
     if num_jobs == 0:
         return
     for task in dict.fromkeys(trial.task for trial in todo):
-        TASKS[task].make()
+        _task(task).make()
     for trial in todo:
-        make_config(base, trial, settings[trial], TASKS[trial.task].model_path)
+        make_config(trial)
     with _alone_with(file), _processes(num_jobs) as processes:
-        jobs = run_jobs(
-            todo, lambda trial: processes.submit(run_trial, base, trial, settings[trial]), stop, num_at_once=num_jobs
-        )
-        for done in jobs:
+        for done in run_jobs(todo, lambda trial: processes.submit(run_trial, trial), stop, num_at_once=num_jobs):
             row = done.result
             trials.append_row(file, row)
             say(
@@ -70,7 +64,6 @@ def run_study(
 
 
 def run_probes(
-    base: Path,
     folder: Path,
     tasks: Sequence[str],
     chosen: Sequence[str],
@@ -83,18 +76,16 @@ def run_probes(
 
     Raises `SettingError` when another process measures into the same folder.
     """
-    from offbeat.deploy.experiments.study_tasks import TASKS
-
     file = folder / trials.PROBE_FILE
     with _alone_with(file):
         done = {(row.task, row.lag, row.seed, row.method) for row in trials.read_lines(file, trials.ProbeRow)}
         for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-            fitting = [method for method in chosen if TASKS[task].is_mixture or method not in trials.OF_MIXTURES]
-            left = {method: trials.methods()[method] for method in fitting if (task, lag, seed, method) not in done}
+            fitting = [method for method in chosen if _task(task).is_mixture or method not in trials.OF_MIXTURES]
+            left = [method for method in fitting if (task, lag, seed, method) not in done]
             if not left:
                 continue
-            TASKS[task].make()
-            for row in probe_lag(base, task, lag, seed, left):
+            _task(task).make()
+            for row in probe_lag(task, lag, seed, left):
                 trials.append_row(file, row)
             say(f"{task}, lag {lag}, seed {seed}: {len(left)} methods")
 
@@ -115,33 +106,37 @@ def _plan_text(todo: Sequence[trials.StudyTrial], rows: Sequence[trials.StudyRow
     return text + (f", without {unknown} runs of tasks that have none" if 0 < unknown < len(todo) else "")
 
 
-def make_config(base: Path, trial: trials.StudyTrial, settings: Sequence[str], model_path: str) -> Config:
-    """Return the settings of a trial's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
+def settings_of(trial: trials.StudyTrial) -> tuple[str, ...]:
+    """Return the settings of a trial's run besides those of the quick start, as its row has them."""
+    return (*_task(trial.task).settings, *trials.methods()[trial.method])
+
+
+def make_config(trial: trials.StudyTrial) -> Config:
+    """Return the settings of a trial's run, those of the quick start included. Raise `SettingError` for invalid ones."""
     # The methods of the first rows have one band for all completions of a run; one that has another names it.
-    config = load(base, ["loss.clip_by=run", *settings, f"run.seed={trial.seed}"])
-    config = replace(config, model=replace(config.model, path=model_path))
+    config = load(QUICKSTART, ["loss.clip_by=run", *settings_of(trial), f"run.seed={trial.seed}"])
+    config = replace(config, model=replace(config.model, path=_task(trial.task).model_path))
     # Every method trains on as many completions per step, whatever the size of its groups.
-    times, size = load(base).rollout.group_size, config.rollout.group_size
+    times, size = load(QUICKSTART).rollout.group_size, config.rollout.group_size
     config = replace(config, train=replace(config.train, groups_per_step=config.train.groups_per_step * times // size))
     check(config)
     return config
 
 
-def run_trial(base: Path, trial: trials.StudyTrial, settings: tuple[str, ...]) -> trials.StudyRow:
+def run_trial(trial: trials.StudyTrial) -> trials.StudyRow:
     """Run a trial in this process, on one thread."""
     import torch
 
-    from offbeat.deploy.experiments.study_tasks import TASKS
     from offbeat.lab.study.exact_run import run_exactly
 
     torch.set_num_threads(1)
     started = time.process_time()
-    config = make_config(base, trial, settings, TASKS[trial.task].model_path)
+    config = make_config(trial)
     prompts, held_out = _prompts(trial.task)
     result = run_exactly(config, prompts, held_out, lag=trial.lag, noise=trial.noise)
     return trials.StudyRow(
         *trial,
-        settings=settings,
+        settings=settings_of(trial),
         outcome=result.outcome,
         num_steps=result.num_steps,
         final_reward=round(result.final_reward, 4),
@@ -150,20 +145,14 @@ def run_trial(base: Path, trial: trials.StudyTrial, settings: tuple[str, ...]) -
     )
 
 
-def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[trials.ProbeRow]:
-    """Measure the gradients of every method at one staleness in this process, on one thread; see `lab.study.probe`."""
+def probe_lag(task: str, lag: int, seed: int, chosen: Sequence[str]) -> list[trials.ProbeRow]:
+    """Measure the gradients of these methods at one staleness in this process, on one thread; see `lab.study.probe`."""
     import torch
 
-    from offbeat.deploy.experiments.study_tasks import TASKS
     from offbeat.lab.study.probe import probe
 
     torch.set_num_threads(1)
-    configs = {
-        method: make_config(
-            base, trials.StudyTrial(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
-        )
-        for method, settings in {trials.BASELINE: trials.methods()[trials.BASELINE], **chosen}.items()
-    }
+    configs = {method: make_config(trials.StudyTrial(task, method, lag, 0.0, seed)) for method in (trials.BASELINE, *chosen)}
     prompts, _ = _prompts(task)
     return probe(task, configs[trials.BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
 
@@ -190,8 +179,13 @@ def _begin_process(parent_pid: int) -> None:
     logging.basicConfig(level=logging.WARNING)
 
 
-@cache
-def _prompts(task: str):
+def _task(name: str):
+    # Imported here: it imports torch, for which a process is prepared first.
     from offbeat.deploy.experiments.study_tasks import TASKS
 
-    return TASKS[task].prompts()
+    return TASKS[name]
+
+
+@cache
+def _prompts(task: str):
+    return _task(task).prompts()

@@ -1,7 +1,7 @@
 """Claims about `deploy.experiments.study_runs` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.experiments import study_runs
 from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
-from offbeat.deploy.experiments.study_runs import make_config, run_study
+from offbeat.deploy.experiments.study_runs import make_config, run_study, settings_of
 from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
 from offbeat.lab.study.trials import (
     OF_MIXTURES,
@@ -44,11 +43,11 @@ class FakeRuns:
         monkeypatch.setattr(study_runs, "run_trial", self.run_trial)
         monkeypatch.setattr(study_runs, "_processes", self.processes)
 
-    def run_trial(self, base: Path, trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
+    def run_trial(self, trial: StudyTrial) -> StudyRow:
         self.trials.append(trial)
         if len(self.trials) == self.fails_at:
             raise RuntimeError("a run failed")
-        return row_of(trial, settings)
+        return row_of(trial, settings_of(trial))
 
     @contextmanager
     def processes(self, num_jobs: int) -> Iterator[Executor]:
@@ -67,7 +66,7 @@ def probed(fake_runs: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Measurements that were made, which all end at once."""
     measured: list[str] = []
 
-    def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[ProbeRow]:
+    def probe_lag(task: str, lag: int, seed: int, chosen: Sequence[str]) -> list[ProbeRow]:
         measured.append(f"lag {lag}, seed {seed}: {', '.join(chosen)}")
         return [ProbeRow(task, method, lag, seed, 1.0, 1.0, 0.0, 0.0) for method in chosen]
 
@@ -141,7 +140,7 @@ def test_a_stop_lets_the_runs_under_way_end(fake_runs: FakeRuns, tmp_path: Path)
             said.append(text)
             stop.ask("a test")
 
-    run_study(QUICKSTART, trials, tmp_path, tmp_path / "rows.jsonl", stop, num_jobs=2, say=say)
+    run_study(trials, tmp_path, tmp_path / "rows.jsonl", stop, num_jobs=2, say=say)
     assert 1 <= len(said) <= 2
     assert len(read_rows(tmp_path)) == len(said) == len(fake_runs.trials)
     assert re.match(r"1/6 reversal: gspo, lag \d, seed 0: finished after 150 steps, reward 0.500, 36 s; about", said[0])
@@ -150,17 +149,16 @@ def test_a_stop_lets_the_runs_under_way_end(fake_runs: FakeRuns, tmp_path: Path)
 def test_settings_of_every_trial_are_valid_and_those_of_its_method() -> None:
     for name, task in TASKS.items():
         for method, settings in methods().items():
-            config = make_config(QUICKSTART, StudyTrial(name, method, 4, 0.0, 3), (*task.settings, *settings), "model")
+            config = make_config(StudyTrial(name, method, 4, 0.0, 3))
             assert f"loss.objective={config.loss.objective.partition('(')[0]}" in settings
-            assert (config.run.seed, config.model.path, config.train.steps_per_batch) == (3, "model", 1)
+            assert (config.run.seed, config.model.path, config.train.steps_per_batch) == (3, task.model_path, 1)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_methods_train_on_as_many_completions_per_step_whatever_their_groups(name: str) -> None:
     sizes = set()
     for method in ("gspo", "sao + own critic"):
-        settings = (*TASKS[name].settings, *methods()[method])
-        config = make_config(QUICKSTART, StudyTrial(name, method, 4, 0.0, 3), settings, "model")
+        config = make_config(StudyTrial(name, method, 4, 0.0, 3))
         sizes.add(config.train.groups_per_step * config.rollout.group_size)
         assert (config.rollout.group_size == 1) == (method == "sao + own critic")
     assert len(sizes) == 1
