@@ -4,7 +4,7 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,20 +38,17 @@ class Tensor(NamedTuple):
 def check_model(config: Config) -> Iterator[Finding]:
     """Find mistakes about the policy's folder: its files, its positions, and the layers that an adapter names."""
     path = config.model.path
-    yield from _check_folder("model.path", path, needs_tokenizer=True)
-    folder = Path(path)
-    try:
-        fields = read_config(folder)
-        tensors = list(read_tensors(folder))
-    except _DamagedError:
-        # Found above already.
-        return
-    if fields is not None:
+    found = yield from _check_folder("model.path", path)
+    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in _TOKENIZER_FILES):
+        cure = "Save the tokenizer there: tokenizer.save_pretrained(FOLDER)."
+        yield mistake("model.path", path, "the folder has no tokenizer", cure)
+    if found is not None:
+        fields, tensors = found
         text = _text_fields(fields)
         yield from _check_positions(config, text)
         yield from _check_packing(config, text)
         yield from findings_of(functools.partial(_check_heads, config, text))
-    yield from _check_adapter(config, tensors)
+        yield from _check_adapter(config, tensors)
 
 
 def check_engine_model(config: Config) -> Iterator[Finding]:
@@ -105,13 +102,11 @@ def check_reference(config: Config) -> Iterator[Finding]:
     """Find mistakes about the folder of the KL's reference."""
     kl = config.kl
     if kl.reference and (kl.loss_coef or kl.reward_coef):
-        yield from _check_folder("kl.reference", kl.reference, needs_tokenizer=False)
+        yield from _check_folder("kl.reference", kl.reference)
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of a model's config.json, None where there is no folder; raise `_DamagedError` for a bad file."""
-    if not folder.is_dir():
-        return None
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of a model's config.json; raise `_DamagedError` for a bad file."""
     file = folder / "config.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
@@ -121,36 +116,30 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise _DamagedError(f"config.json is no JSON object ({error})") from error
 
 
-def read_tensors(folder: Path) -> Iterator[Tensor]:
-    """Yield the tensors that the headers of the model's safetensors files name; raise `_DamagedError` for a damaged file."""
-    for file in _weight_files(folder):
-        if file.suffix == ".safetensors":
-            yield from _read_header(file)
+def _check_folder(setting: str, path: str) -> Generator[Finding, None, tuple[dict[str, Any], list[Tensor]] | None]:
+    """Find mistakes about a model's files; return its config and the tensors that the headers of safetensors files name.
 
-
-def _check_folder(setting: str, path: str, *, needs_tokenizer: bool) -> Iterator[Finding]:
+    Returns None where there is no folder, or it has a file that cannot be read.
+    """
     folder = Path(path)
     if not folder.is_dir():
         # `owner/name` may be on the Hugging Face Hub; what looks like a path, or begins with a folder that is here, cannot be.
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is None or Path(folder.parts[0]).exists():
             problem = "this is a file" if folder.is_file() else "there is no such folder"
             yield mistake(setting, path, problem, "Give a model folder or a hub name (owner/name).")
-        return
+        return None
     cure = "Give a folder in the Hugging Face layout, or copy the model again."
     try:
-        fields = read_config(folder) or {}
+        fields = _read_config(folder)
         if "model_type" not in fields:
             yield mistake(setting, path, "config.json has no model_type", cure)
-        if not _weight_files(folder):
+        files = _weight_files(folder)
+        if not files:
             yield mistake(setting, path, "the folder has no weights", cure)
-        for _ in read_tensors(folder):
-            pass
+        return fields, [tensor for file in files if file.suffix == ".safetensors" for tensor in _read_header(file)]
     except (_DamagedError, OSError) as error:
         yield mistake(setting, path, str(error), cure)
-    if needs_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield mistake(
-            setting, path, "the folder has no tokenizer", "Save the tokenizer there: tokenizer.save_pretrained(FOLDER)."
-        )
+        return None
 
 
 def _weight_files(folder: Path) -> list[Path]:
