@@ -23,6 +23,7 @@ recorded.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -91,26 +92,27 @@ class TrainedBatch(NamedTuple):
     """Time of the steps, in seconds since the epoch."""
 
 
-class LeaseEnds(NamedTuple):
+@dataclass
+class LeaseEnds:
     """The ends of the recorded leases."""
 
     num_recorded: int
-    admitted: list[int]
+    admitted: list[int] = field(default_factory=list)
     """Leases admitted, in the order of their grants."""
-    arrived: list[int]
+    arrived: list[int] = field(default_factory=list)
     """Leases whose group arrived."""
-    dropped: list[tuple[int, str]]
+    dropped: list[tuple[int, str]] = field(default_factory=list)
     """Dropped leases with the reasons, in the order of their drops."""
-    expired: list[int]
-    trainings: list[TrainedBatch]
+    expired: list[int] = field(default_factory=list)
+    trainings: list[TrainedBatch] = field(default_factory=list)
     """All batches in order, including those that a restart undid."""
-    batches: list[TrainedBatch]
+    batches: list[TrainedBatch] = field(default_factory=list)
     """Batches that are in the weights."""
-    num_older: int
+    num_older: int = 0
     """Admitted leases that began under weights older than the bound allows: a real actor would have waited."""
-    num_left: int
+    num_left: int = 0
     """Leases open in the end: generating, buffered, or being trained on."""
-    duration_s: float
+    duration_s: float = 0.0
     """Seconds from the first record to the end of the last batch."""
 
     @property
@@ -152,16 +154,20 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     """Return the ends of the leases that the log tells of; `config` measures lags and decides nothing."""
     policy = StalenessPolicy(config.staleness, config.train)
     leases = LeaseHistories(recording.events)
+    ends = LeaseEnds(_num_granted(recording))
     arrived: dict[int, Group] = {}
     trained: dict[int, TrainedBatch] = {}
     """Batches by the identity of their event, because a step that is repeated after a restart may have an equal event."""
-    admitted = [event.lease_id for event in recording.events if isinstance(event, Granted)]
-    dropped = [(event.lease_id, event.reason) for event in recording.events if isinstance(event, Dropped)]
-    expired = [event.lease_id for event in recording.events if isinstance(event, Expired)]
     for index, event in enumerate(recording.events):
         match event:
+            case Granted():
+                ends.admitted.append(event.lease_id)
             case Accepted():
                 arrived[event.lease_id] = _group(event, recording.rollouts[index])
+            case Dropped():
+                ends.dropped.append((event.lease_id, event.reason))
+            case Expired():
+                ends.expired.append(event.lease_id)
             case Trained():
                 groups = [arrived[lease_id] for lease_id in event.lease_ids]
                 trained[id(event)] = _batch(policy, groups, event.policy_version, event.at)
@@ -170,20 +176,12 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
                 policy.bounds = config.staleness
             case _:
                 pass
-    batches = [trained[id(batch)] for batch in leases.batches]
-    num_trained = sum(len(batch.groups) for batch in batches)
-    return LeaseEnds(
-        num_recorded=len(admitted),
-        admitted=admitted,
-        arrived=list(arrived),
-        dropped=dropped,
-        expired=expired,
-        trainings=list(trained.values()),
-        batches=batches,
-        num_older=0,
-        num_left=len(admitted) - len(dropped) - len(expired) - num_trained,
-        duration_s=_duration(recording, batches),
-    )
+    ends.arrived = list(arrived)
+    ends.trainings = list(trained.values())
+    ends.batches = [trained[id(batch)] for batch in leases.batches]
+    ends.num_left = len(ends.admitted) - len(ends.dropped) - len(ends.expired) - len(ends.lags)
+    ends.duration_s = _duration(recording, ends.batches)
+    return ends
 
 
 def replay(recording: Recording, config: Config, changed: Mapping[str, str] | None = None) -> LeaseEnds:
@@ -191,9 +189,7 @@ def replay(recording: Recording, config: Config, changed: Mapping[str, str] | No
 
     `changed`: settings of `[staleness]` (`section.key` to TOML) that hold instead, from beginning to end.
     """
-    learner = _ReplayedLearner(recording, config, changed or {})
-    learner.run()
-    return learner.ends()
+    return _ReplayedLearner(recording, config, changed or {}).run()
 
 
 def differences(recorded: LeaseEnds, replayed: LeaseEnds) -> list[str]:
@@ -240,20 +236,16 @@ class _ReplayedLearner:
         """Every lease admitted, with the replayed versions."""
         self._arrived: dict[int, Group] = {}
         """Every group that arrived, in order."""
+        self._ends = LeaseEnds(_num_granted(recording))
         self._training: _Training | None = None
         self._now = recording.events[0].at if recording.events else 0.0
         self._free_at = self._now
         """Time at which a late learner may select again."""
         self._reached = -1
         """Version of the newest batch that this process of the recorded learner has selected."""
-        self._num_older = 0
-        self._dropped: list[tuple[int, str]] = []
-        self._expired: list[int] = []
-        self._trainings: list[TrainedBatch] = []
-        self._batches: list[TrainedBatch] = []
 
-    def run(self) -> None:
-        """Go through the log."""
+    def run(self) -> LeaseEnds:
+        """Go through the log, and return the ends of the leases."""
         selections = iter(self._recording.selections)
         selected = next(selections, None)
         before: LeaseEvent | None = None
@@ -267,21 +259,10 @@ class _ReplayedLearner:
             self._take(index, event)
             self._now = max(self._now, event.at)
             before = event
-
-    def ends(self) -> LeaseEnds:
-        """Return the ends of the leases."""
-        return LeaseEnds(
-            num_recorded=sum(isinstance(event, Granted) for event in self._recording.events),
-            admitted=list(self._granted),
-            arrived=list(self._arrived),
-            dropped=self._dropped,
-            expired=self._expired,
-            trainings=self._trainings,
-            batches=self._batches,
-            num_older=self._num_older,
-            num_left=self._ledger.num_open,
-            duration_s=_duration(self._recording, self._batches),
-        )
+        self._ends.admitted, self._ends.arrived = list(self._granted), list(self._arrived)
+        self._ends.num_left = self._ledger.num_open
+        self._ends.duration_s = _duration(self._recording, self._ends.batches)
+        return self._ends
 
     # The records
 
@@ -314,7 +295,7 @@ class _ReplayedLearner:
             case Expired():
                 if self._ledger.status(event.lease_id) == "generating":
                     self._ledger.apply(event)
-                    self._expired.append(event.lease_id)
+                    self._ends.expired.append(event.lease_id)
             case Trained():
                 if self._training is not None and self._training.trained == index:
                     self._finish(event.at)
@@ -329,7 +310,7 @@ class _ReplayedLearner:
         if event is None:
             return False
         granted = msgspec.structs.replace(event, oldest_version=self._version_at(event.oldest_version))
-        self._num_older += granted.oldest_version < min_policy_version
+        self._ends.num_older += granted.oldest_version < min_policy_version
         self._granted[event.lease_id] = granted
         self._ledger.apply(granted)
         return True
@@ -349,8 +330,8 @@ class _ReplayedLearner:
         self._free_at = started.at
         self._reached = started.policy_version - 1
         undone: set[int] = set()
-        while self._batches and self._batches[-1].policy_version + self._policy.batch_steps > self._version:
-            undone.update(group.lease_id for group in self._batches.pop().groups)
+        while self._ends.batches and self._ends.batches[-1].policy_version + self._policy.batch_steps > self._version:
+            undone.update(group.lease_id for group in self._ends.batches.pop().groups)
         if not undone:
             return
         # Built anew, as a restarted learner builds its own: leases in the order of their grants, groups in that of arrival.
@@ -413,14 +394,14 @@ class _ReplayedLearner:
                 prompt_hashes=(),
             )
         )
-        self._trainings.append(batch)
-        self._batches.append(batch)
+        self._ends.trainings.append(batch)
+        self._ends.batches.append(batch)
         self._training = None
         self._version += self._policy.batch_steps
 
     def _drop(self, lease_id: int, reason: str) -> None:
         self._ledger.apply(Dropped(at=self._now, lease_id=lease_id, reason=reason, is_final=False))
-        self._dropped.append((lease_id, reason))
+        self._ends.dropped.append((lease_id, reason))
 
     def _drop_stale(self, group: Group) -> None:
         self._drop(group.lease_id, "stale")
@@ -438,6 +419,10 @@ class _ReplayedLearner:
     def _aged(self, rollout: Rollout) -> Rollout:
         segments = tuple(Segment(self._version_at(each.policy_version), each.first_token) for each in rollout.segments)
         return rollout._replace(segments=segments)
+
+
+def _num_granted(recording: Recording) -> int:
+    return sum(isinstance(event, Granted) for event in recording.events)
 
 
 def _group(accepted: Accepted, rollouts: tuple[Rollout, ...]) -> Group:

@@ -1,5 +1,6 @@
 """Recorded runs under other bounds: hand-made logs with known outcomes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -389,7 +390,7 @@ def test_replay_that_is_not_what_was_recorded_says_where(tale: Tale) -> None:
     found = differences(recorded, replay(tale.recording, make_config(max_staleness=1)))
     assert found[0] == "admitted: number 2 is 2 in the log, and 3 in the replay"
     assert [text.split(":")[0] for text in found] == ["admitted", "trained", "trained and kept"]
-    shorter = recorded._replace(expired=[7])
+    shorter = replace(recorded, expired=[7])
     assert differences(recorded, shorter) == ["expired: 0 in the log, and 1 in the replay"]
 
 
