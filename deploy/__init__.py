@@ -1,1 +1,1 @@
-"""Start and end the processes of a run: command line, launcher, quick start, sweep, chaos."""
+"""Start and end the processes of a run: command line, launcher, quick start, sweep, clusters."""

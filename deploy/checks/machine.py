@@ -1,4 +1,4 @@
-"""Checks of this machine: ports, the run's folder and its disk, GPUs, environment variables, Weights & Biases."""
+"""Checks of this machine: ports, the run's folder and its disk, GPUs, environment variables, builds of packages."""
 
 import errno
 import importlib.metadata
