@@ -96,10 +96,8 @@ class LogAudit:
         self.lease_flaws: list[str] = []
         self.training_flaws: list[str] = []
         self.prompt_flaws: list[str] = []
-        self._waiting: dict[PromptTurn, int] = {}
-        """Turns that must be leased again, with their last lease, which ended without training."""
-        self._overtaken: dict[PromptTurn, int] = {}
-        """The turns in `_waiting` that a new prompt has overtaken, with their last lease."""
+        self._waiting: dict[PromptTurn, tuple[int, int]] = {}
+        """Turns that must be leased again, with their last lease, which ended untrained, and the number of turns by then."""
         self._version: int | None = 0 if is_whole else None
         """Optimizer steps behind the weights; None until an event of a log without its beginning tells."""
         self._num_batches_excused = 0
@@ -136,15 +134,14 @@ class LogAudit:
         self._has_gap = True
         self._version = None
         self._doubtful |= {lease_id for lease_id, life in self.leases.items() if not life.end}
-        self._waiting.clear()
-        self._overtaken.clear()
 
     def lost_turns(self) -> list[str]:
         """Return a sentence for each prompt that was given back and not leased again, although newer prompts were."""
         return [
             f"prompt {turn.prompt_id} of epoch {turn.epoch} was not leased again after lease {lease_id} "
             f"({self.leases[lease_id].end}), but newer prompts were"
-            for turn, lease_id in self._overtaken.items()
+            for turn, (lease_id, num_turns) in self._waiting.items()
+            if num_turns < len(self.turns) and not self._has_gap
         ]
 
     def passed_over(self) -> list[str]:
@@ -188,10 +185,7 @@ class LogAudit:
             if not before.end or before.is_final:
                 text = f"{before.end or 'in flight'}, but its prompt {turn.prompt_id} of epoch {turn.epoch} was leased again"
                 self._flaw(self.prompt_flaws, previous[-1], text)
-        elif not self._has_gap:
-            self._overtaken.update(self._waiting)
         self._waiting.pop(turn, None)
-        self._overtaken.pop(turn, None)
         previous.append(event.lease_id)
         self.leases[event.lease_id] = AuditedLease(turn, event.actor, len(self.leases))
 
@@ -211,7 +205,7 @@ class LogAudit:
             return
         life.end, life.is_final = end, is_final
         if not is_final:
-            self._waiting[life.turn] = lease_id
+            self._waiting.setdefault(life.turn, (lease_id, len(self.turns)))
 
     def _train(self, event: Trained) -> None:
         if self._version is None:
