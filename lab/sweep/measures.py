@@ -7,7 +7,7 @@ to start depends on the machine, and would be the larger part of a short run.
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from offbeat.common.records.rows import StepRow
 from offbeat.common.settings.learning_sections import TrainSection
@@ -130,11 +130,9 @@ def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[StepRow, 
     """Yield each step's row, with True in the first batch of a learner process, which waits for services to start."""
     starts = [event.time for event in history.events if event.event == "run_started"]
     batch_steps = train.steps_per_batch * train.epochs_per_batch
-    process, num_of_process = -1, 0
-    for row in history.steps:
-        current = sum(start <= row.time for start in starts)
-        process, num_of_process = (current, num_of_process + 1) if current == process else (current, 1)
-        yield row, num_of_process <= batch_steps
+    for _, of_process in groupby(history.steps, lambda row: sum(start <= row.time for start in starts)):
+        for index, row in enumerate(of_process):
+            yield row, index < batch_steps
 
 
 def _seconds(history: RunHistory, train: TrainSection) -> Iterator[float]:
