@@ -7,7 +7,7 @@ from typing import Any
 from offbeat.common.pages import figures
 from offbeat.lab.sweep.estimates import CONFIDENCE, Band, Curve, Estimate, average_curves
 from offbeat.lab.sweep.measures import RunCurves
-from offbeat.lab.sweep.summary import Summary, SweepRun
+from offbeat.lab.sweep.summary import Curves, Summary, SweepRun
 
 NUM_SMOOTHED_STEPS = 5
 """Steps around each point that a plotted curve is averaged over."""
@@ -17,13 +17,13 @@ _BAND_OPACITY = "2e"
 _NO_RUN = "No run has finished."
 
 
-def reward_by_groups(summary: Summary, curves: dict[str, list[RunCurves]]) -> figures.Plot:
+def reward_by_groups(summary: Summary, curves: Curves) -> figures.Plot:
     """Return the reward over the groups trained on."""
     bands = _bands(curves, lambda run: run.by_groups)
     return _reward_plot("Reward by rollouts", "groups trained on", "How much a rollout teaches at each value", summary, bands)
 
 
-def reward_by_time(summary: Summary, curves: dict[str, list[RunCurves]]) -> figures.Plot:
+def reward_by_time(summary: Summary, curves: Curves) -> figures.Plot:
     """Return the reward over wall-clock time."""
     bands = _bands(curves, lambda run: run.by_seconds)
     lead = "What counts in the end: reward against the clock, which starts with the first batch of rollouts"
@@ -84,7 +84,7 @@ def drift(summary: Summary) -> figures.Plot:
     return _bar_plot("Drift", caption, "", summary, parts, {"rangemode": "tozero"})
 
 
-def _bands(curves: dict[str, list[RunCurves]], curve_of: Callable[[RunCurves], Curve]) -> dict[str, Band]:
+def _bands(curves: Curves, curve_of: Callable[[RunCurves], Curve]) -> dict[str, Band]:
     averaged = {label: average_curves([smooth(curve_of(run)) for run in runs]) for label, runs in curves.items()}
     return {label: band for label, band in averaged.items() if band is not None}
 

@@ -110,21 +110,15 @@ class Summary:
     runs: list[SweepRun]
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The content of a sweep's folder."""
-
-    summary: Summary
-    curves: dict[str, list[RunCurves]]
-    """Curves of the runs of each value that have ended, by label."""
-    config: Config
-    """The settings of the first run."""
+Curves = dict[str, list[RunCurves]]
+"""Curves of the runs of each value that have ended, by label."""
 
 
-def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -> Gathered:
-    """Read all runs and summarize them. Runs that have not ended are listed, and count in no estimate.
+def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -> tuple[Summary, Curves, Config]:
+    """Read all runs; return their summary, their curves, and the settings of the first one.
 
-    `chosen` has the settings that make a value a baseline (`find_baselines`); empty: the reference is the only one.
+    Runs that have not ended are listed, and count in no estimate. `chosen` has the settings that make a value a baseline
+    (`find_baselines`); empty: the reference is the only one.
     """
     labels = [_label(plan, values) for values in plan.combinations]
     configs = [load(folder / trial.name / CONFIG_FILE) for trial in plan.trials]
@@ -160,7 +154,7 @@ def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -
         differences=_differences(plan, find_baselines(plan, chosen or dict(zip(plan.settings, first, strict=True))), runs),
         runs=runs,
     )
-    return Gathered(summary, {label: [curves[run.name] for run in _ended(runs, label)] for label in labels}, configs[0])
+    return summary, {label: [curves[run.name] for run in _ended(runs, label)] for label in labels}, configs[0]
 
 
 def _label(plan: Plan, values: Sequence[str]) -> str:

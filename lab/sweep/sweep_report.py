@@ -18,7 +18,7 @@ from offbeat.lab.sweep.estimates import CONFIDENCE, PAIRED_CONFIDENCE, SIGNIFICA
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
 from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
-from offbeat.lab.sweep.summary import Gathered, Summary, Value, gather
+from offbeat.lab.sweep.summary import Curves, Summary, Value, gather
 
 SUMMARY_FILE = "sweep.json"
 """The file of the sweep's `Summary`."""
@@ -34,27 +34,26 @@ def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()
     Raises `SettingError` where the folder is no sweep's, or cannot be written.
     """
     plan = read_plan(folder)
-    gathered = gather(folder, plan, margin, read_baseline(plan, baseline))
+    summary, curves, config = gather(folder, plan, margin, read_baseline(plan, baseline))
     with writing(folder, "--out"):
-        files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
-    return page.write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
+        files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    return page.write_page(folder / REPORT_FILE, _page(folder.resolve().name, summary, curves, config))
 
 
-def _page(name: str, gathered: Gathered) -> page.Page:
-    summary = gathered.summary
+def _page(name: str, summary: Summary, curves: Curves, config: Config) -> page.Page:
     sections = (
         _recommendation(summary),
-        _learning(gathered),
+        _learning(summary, curves),
         _speed(summary),
         _staleness(summary),
         _bias(summary),
         _differences(summary),
         _runs(summary),
-        _settings(gathered.config),
+        _settings(config),
     )
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     foot = f"Written {written}; all numbers are in {SUMMARY_FILE}."
-    return page.Page(_head(name, summary, gathered.config), _key_figures(summary), sections, foot)
+    return page.Page(_head(name, summary, config), _key_figures(summary), sections, foot)
 
 
 def _head(name: str, summary: Summary, config: Config) -> page.PageHead:
@@ -129,11 +128,10 @@ def _recommendation(summary: Summary) -> page.PageSection:
     return page.PageSection("Recommendation", "What these runs say, and what they cannot say.", [card])
 
 
-def _learning(gathered: Gathered) -> page.PageSection:
-    summary = gathered.summary
+def _learning(summary: Summary, curves: Curves) -> page.PageSection:
     plots = (
-        sweep_plots.reward_by_groups(summary, gathered.curves),
-        sweep_plots.reward_by_time(summary, gathered.curves),
+        sweep_plots.reward_by_groups(summary, curves),
+        sweep_plots.reward_by_time(summary, curves),
         sweep_plots.final_reward(summary),
         sweep_plots.seconds_to_margin(summary),
     )
