@@ -354,10 +354,10 @@ def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: L
     for epoch in range(1, len(sizes)):
         if sizes[epoch] < sizes[epoch - 1]:
             violations.append(f"epoch {epoch} has {sizes[epoch]} prompts, the one before it had {sizes[epoch - 1]}")
-    order = log.order.compare(seed, sizes, lost.turns)
-    violations += order.violations
+    out_of_order, left_out = log.order.compare(seed, sizes, lost.turns)
+    violations += out_of_order
     seen += f" of {', then '.join(map(str, dict.fromkeys(sizes)))} prompts"
-    if num_left_out := order.num_left_out.total():
+    if num_left_out := left_out.total():
         seen += f", and {num_left_out} that the shares of tasks left out"
     return Check("prompts keep to the seed's order, none is lost", violations, seen)
 

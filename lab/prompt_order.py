@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,14 +40,6 @@ class PromptAudit:
             self.flaws.append(f"lease {lease_id}: {what} another prompt than was leased (hash {found:016x}, not {leased:016x})")
 
 
-class OrderFindings(NamedTuple):
-    """The result of `PromptOrder.compare`."""
-
-    violations: list[str]
-    num_left_out: Counter[int]
-    """Turns that the shares of tasks left out, by epoch."""
-
-
 class PromptOrder:
     """Reads the events of one run in order, and compares the first leases of turns with the order they should have."""
 
@@ -69,8 +60,11 @@ class PromptOrder:
                 if event.task:
                     self._tasks[event.prompt_id] = event.task
 
-    def compare(self, seed: int, sizes: Sequence[int], lost: Collection[PromptTurn]) -> OrderFindings:
-        """Compare with the order of epochs of these sizes; the leases of `lost` turns were destroyed on purpose."""
+    def compare(self, seed: int, sizes: Sequence[int], lost: Collection[PromptTurn]) -> tuple[list[str], Counter[int]]:
+        """Return violations of the order of epochs of these sizes, and by epoch the turns that the shares of tasks left out.
+
+        The leases of `lost` turns were destroyed on purpose.
+        """
         num_left_out: Counter[int] = Counter()
         due = _order(seed, sizes)
         for turn, shares in self._turns.items():
@@ -78,16 +72,16 @@ class PromptOrder:
                 if expected == turn:
                     if draw >= shares.get(self._tasks.get(turn.prompt_id, ""), 1.0):
                         text = f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased, but its task's share leaves it out"
-                        return OrderFindings([text], num_left_out)
+                        return [text], num_left_out
                     break
                 if expected in lost:
                     continue
                 if not self._may_leave_out(expected, draw, shares):
-                    return OrderFindings([_out_of_turn(turn, expected)], num_left_out)
+                    return [_out_of_turn(turn, expected)], num_left_out
                 num_left_out[expected.epoch] += 1
             else:
-                return OrderFindings([_out_of_turn(turn, PromptTurn(-1, len(sizes)))], num_left_out)
-        return OrderFindings([], num_left_out)
+                return [_out_of_turn(turn, PromptTurn(-1, len(sizes)))], num_left_out
+        return [], num_left_out
 
     def _may_leave_out(self, turn: PromptTurn, draw: float, shares: Mapping[str, float]) -> bool:
         """Return whether the shares leave a turn out. A prompt that was never leased may be of any task."""

@@ -33,8 +33,8 @@ def findings(events: Sequence[LeaseEvent], lost: Sequence[PromptTurn] = ()) -> t
     order = PromptOrder()
     for event in events:
         order.take(event)
-    found = order.compare(SEED, [NUM_PROMPTS] * 3, lost)
-    return "".join(found.violations), dict(found.num_left_out)
+    violations, num_left_out = order.compare(SEED, [NUM_PROMPTS] * 3, lost)
+    return "".join(violations), dict(num_left_out)
 
 
 def grants_of(events: Sequence[LeaseEvent], epoch: int) -> list[int]:
@@ -83,5 +83,5 @@ def test_lease_behind_the_last_pass_is_out_of_turn() -> None:
     for event in run():
         order.take(event)
     assert "of epoch 2 was leased when it was the turn of prompt -1 of epoch 2" in "".join(
-        order.compare(SEED, [NUM_PROMPTS] * 2, []).violations
+        order.compare(SEED, [NUM_PROMPTS] * 2, [])[0]
     )
