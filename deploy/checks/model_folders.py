@@ -4,10 +4,10 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -22,17 +22,12 @@ from offbeat.deploy.local.plan import engine_here
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _INDEX = "model.safetensors.index.json"
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes of a model's tensors, by name."""
 
 
 class _DamagedError(Exception):
     """A file of the model cannot be used; the text says why."""
-
-
-class Tensor(NamedTuple):
-    """A tensor in the header of a safetensors file."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 def check_model(config: Config) -> Iterator[Finding]:
@@ -43,12 +38,12 @@ def check_model(config: Config) -> Iterator[Finding]:
         cure = "Save the tokenizer there: tokenizer.save_pretrained(FOLDER)."
         yield mistake("model.path", path, "the folder has no tokenizer", cure)
     if found is not None:
-        fields, tensors = found
+        fields, shapes = found
         text = _text_fields(fields)
         yield from _check_positions(config, text)
         yield from _check_packing(config, text)
         yield from findings_of(functools.partial(_check_heads, config, text))
-        yield from _check_adapter(config, tensors)
+        yield from _check_adapter(config, shapes)
 
 
 def check_engine_model(config: Config) -> Iterator[Finding]:
@@ -116,8 +111,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise _DamagedError(f"config.json is no JSON object ({error})") from error
 
 
-def _check_folder(setting: str, path: str) -> Generator[Finding, None, tuple[dict[str, Any], list[Tensor]] | None]:
-    """Find mistakes about a model's files; return its config and the tensors that the headers of safetensors files name.
+def _check_folder(setting: str, path: str) -> Generator[Finding, None, tuple[dict[str, Any], Shapes] | None]:
+    """Find mistakes about a model's files; return its config and the shapes in its safetensors files.
 
     Returns None where there is no folder, or it has a file that cannot be read.
     """
@@ -136,7 +131,7 @@ def _check_folder(setting: str, path: str) -> Generator[Finding, None, tuple[dic
         files = _weight_files(folder)
         if not files:
             yield mistake(setting, path, "the folder has no weights", cure)
-        return fields, [tensor for file in files if file.suffix == ".safetensors" for tensor in _read_header(file)]
+        return fields, dict(shape for file in files if file.suffix == ".safetensors" for shape in _read_header(file))
     except (_DamagedError, OSError) as error:
         yield mistake(setting, path, str(error), cure)
         return None
@@ -161,12 +156,12 @@ class _Index(msgspec.Struct):
     weight_map: Mapping[str, str]
 
 
-def _read_header(file: Path) -> Iterator[Tensor]:
-    """Yield the tensors of one file; raise `_DamagedError` for a file that is cut, or begins with another header."""
+def _read_header(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield name and shape of each tensor in a file; raise `_DamagedError` for one that is cut or has another header."""
     try:
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping
-                yield Tensor(name, tuple(tensors.get_slice(name).get_shape()))
+                yield name, tensors.get_slice(name).get_shape()
     except SafetensorError as error:
         raise _DamagedError(f"{file.name} is damaged ({error})") from error
 
@@ -243,11 +238,11 @@ def _check_linear_attention(config: Config, text: dict[str, Any]) -> Iterator[Fi
         yield mistake("actor.engine", config.actor.engine, problem, 'Set actor.engine="transformers".')
 
 
-def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:
+def _check_adapter(config: Config, shapes: Shapes) -> Iterator[Finding]:
     lora = config.lora
     if not lora.rank:
         return
-    layers = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_linear(tensor)]
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_linear(name, shape)]
     if not layers:
         return
     for target in lora.target_modules:
@@ -257,8 +252,8 @@ def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:
             yield mistake("lora.target_modules", lora.target_modules, problem, f"There are: {there}.")
 
 
-def _is_linear(tensor: Tensor) -> bool:
+def _is_linear(tensor: str, shape: Sequence[int]) -> bool:
     """Return whether a tensor is a linear layer's weight; embeddings and the output head get no adapter."""
-    name = tensor.name.removesuffix(".weight")
+    name = tensor.removesuffix(".weight")
     is_left_out = re.search(r"(^|\.)(lm_head|\w*embed\w*|wte|wpe)$", name) is not None
-    return len(tensor.shape) == 2 and name != tensor.name and not is_left_out
+    return len(shape) == 2 and name != tensor and not is_left_out
