@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import duration
@@ -22,21 +22,12 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-class Done(NamedTuple, Generic[Job, Result]):
-    """A job that is done."""
-
-    job: Job
-    result: Result
-    number: int
-    """Number of jobs that are done, this one included."""
-    left: str
-    """Estimate of the time that the others take, as the end of a sentence; empty after the last job."""
-
-
 def run_jobs(
     jobs: Sequence[Job], submit: Callable[[Job], Future[Result]], stop: StopRequest, *, num_at_once: int
-) -> Iterator[Done[Job, Result]]:
-    """Submit the jobs in their order, `num_at_once` at a time, and yield each when it is done.
+) -> Iterator[tuple[Job, Result, str]]:
+    """Submit the jobs in their order, `num_at_once` at a time, and yield each with its result when it is done.
+
+    With them comes an estimate of the time that the others take, as the end of a sentence; empty after the last job.
 
     Waits for: the end of a job, looking every `LOOK_S` at `stop`. After `stop`, or an error in a job, it submits no more, but
     still waits for the jobs under way, and yields them. Raises the first error at the end.
@@ -57,7 +48,7 @@ def run_jobs(
                 continue
             number += 1
             left_s = (time.monotonic() - began) / number * (len(jobs) - number)
-            yield Done(job, future.result(), number, f"; about {duration(left_s)} left" if left_s else "")
+            yield job, future.result(), (f"; about {duration(left_s)} left" if left_s else "")
     if failure is not None:
         raise failure
 

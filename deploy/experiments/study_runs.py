@@ -54,12 +54,12 @@ def run_study(
     for trial in todo:
         make_config(trial)
     with _alone_with(file), _processes(num_jobs) as processes:
-        for done in run_jobs(todo, lambda trial: processes.submit(run_trial, trial), stop, num_at_once=num_jobs):
-            row = done.result
+        done = run_jobs(todo, lambda trial: processes.submit(run_trial, trial), stop, num_at_once=num_jobs)
+        for number, (trial, row, left) in enumerate(done, start=1):
             trials.append_row(file, row)
             say(
-                f"{done.number}/{len(todo)} {row.trial}: {row.outcome} after {row.num_steps} steps, "
-                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
+                f"{number}/{len(todo)} {trial}: {row.outcome} after {row.num_steps} steps, "
+                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{left}"
             )
 
 

@@ -124,11 +124,11 @@ def run_sweep(
         if num_before:
             say(f"{num_before}/{len(trials)} runs are done already")
         with ThreadPoolExecutor(len(places)) as threads, _stopping(stop):
-            for done in run_jobs(todo, lambda trial: threads.submit(run, trial, free), stop, num_at_once=len(places)):
-                history = plan.read_run(done.job.folder)
-                text = _describe_end(done.job, *done.result, history)
-                say(f"{num_before + done.number}/{len(trials)} {text}{'' if stop else done.left}")
-                num_failed += plan.state_of(done.job.folder, history) not in plan.ENDED and not stop
+            done = run_jobs(todo, lambda trial: threads.submit(run, trial, free), stop, num_at_once=len(places))
+            for number, (trial, end, left) in enumerate(done, start=num_before + 1):
+                history = plan.read_run(trial.folder)
+                say(f"{number}/{len(trials)} {_describe_end(trial, *end, history)}{'' if stop else left}")
+                num_failed += plan.state_of(trial.folder, history) not in plan.ENDED and not stop
                 # Another shard may be writing it; the last one will have all runs.
                 with contextlib.suppress(FolderBusyError), alone_in(folder, name=REPORT_LOCK):
                     write_report()

@@ -23,9 +23,8 @@ def test_every_job_is_done_once_and_in_order(num_jobs: int, num_at_once: int) ->
 
     done = list(run_jobs(range(num_jobs), submit, StopRequest(), num_at_once=num_at_once))
     assert submitted == list(range(num_jobs))
-    assert sorted((one.job, one.result) for one in done) == [(job, f"done {job}") for job in range(num_jobs)]
-    assert [one.number for one in done] == list(range(1, num_jobs + 1))
-    assert [bool(one.left) for one in done] == [True] * (num_jobs - 1) + [False] * bool(num_jobs)
+    assert sorted((job, result) for job, result, _ in done) == [(job, f"done {job}") for job in range(num_jobs)]
+    assert [bool(left) for _, _, left in done] == [True] * (num_jobs - 1) + [False] * bool(num_jobs)
 
 
 def test_a_stop_submits_no_more_and_yields_those_under_way() -> None:
@@ -41,7 +40,7 @@ def test_a_stop_submits_no_more_and_yields_those_under_way() -> None:
                 future.set_result("done")
         return under_way[-1]
 
-    assert sorted(one.job for one in run_jobs(range(9), submit, stop, num_at_once=3)) == [0, 1, 2]
+    assert sorted(job for job, _, _ in run_jobs(range(9), submit, stop, num_at_once=3)) == [0, 1, 2]
     assert len(under_way) == 3
 
 
@@ -76,6 +75,6 @@ def test_the_error_of_a_job_is_raised_once_those_under_way_are_yielded() -> None
 
         done: list[int] = []
         with pytest.raises(RuntimeError, match="a job failed"):
-            done.extend(one.result for one in run_jobs(range(9), submit, StopRequest(), num_at_once=3))
+            done.extend(result for _, result, _ in run_jobs(range(9), submit, StopRequest(), num_at_once=3))
     assert sorted(done) == [1, 2]
     assert submitted == [0, 1, 2], "none is submitted after the error"
