@@ -6,7 +6,7 @@ A published claim is held to the rows: its sentence says "confirmed" only where 
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -189,13 +189,6 @@ class Contrast(NamedTuple):
         return f"{where}: `{method}` minus {other if other.startswith('itself') else f'`{other}`'}"
 
 
-class Claim(NamedTuple):
-    """A claim and the differences that it is about."""
-
-    text: str
-    differences: tuple[Contrast, ...]
-
-
 class TestedContrast(NamedTuple):
     """One difference as measured."""
 
@@ -220,79 +213,63 @@ def _over(method: str, other: str, *places: tuple[str, int]) -> tuple[Contrast, 
 
 _LATE = tuple((task, lag) for task in ("reversal", "reversal_moe", "progression") for lag in (16, 64))
 
-CLAIMS = (
-    Claim("Sequence ratios tolerate a high lag better than token ratios do (GSPO)", _over("gspo", "grpo", *_LATE)),
-    Claim("The same of weights without a clip", _over("reinforce + sequence_tis", "reinforce + token_tis", *_LATE)),
-    Claim("Tapering by the whole completion (TOPR) tolerates a high lag better than `gspo`", _over("topr", "gspo", *_LATE)),
-    Claim("`topr` is better than `vespo` at a high lag", _over("topr", "vespo", *_LATE)),
-    Claim(
-        "A mixture of experts needs sequence ratios more than a dense model does (GSPO, section 5.3)",
-        tuple(
-            Contrast(
-                Side("reversal_moe", "gspo", lag),
-                Side("reversal_moe", "grpo", lag),
-                (Side("reversal", "gspo", lag), Side("reversal", "grpo", lag)),
-            )
-            for lag in (16, 64)
-        ),
+CLAIMS: Mapping[str, Sequence[Contrast]] = {
+    "Sequence ratios tolerate a high lag better than token ratios do (GSPO)": _over("gspo", "grpo", *_LATE),
+    "The same of weights without a clip": _over("reinforce + sequence_tis", "reinforce + token_tis", *_LATE),
+    "Tapering by the whole completion (TOPR) tolerates a high lag better than `gspo`": _over("topr", "gspo", *_LATE),
+    "`topr` is better than `vespo` at a high lag": _over("topr", "vespo", *_LATE),
+    "A mixture of experts needs sequence ratios more than a dense model does (GSPO, section 5.3)": [
+        Contrast(
+            Side("reversal_moe", "gspo", lag),
+            Side("reversal_moe", "grpo", lag),
+            (Side("reversal", "gspo", lag), Side("reversal", "grpo", lag)),
+        )
+        for lag in (16, 64)
+    ],
+    "A range of 0.3 / length is better than 0.05 on completions of 54 tokens": (
+        _over("gspo", "gspo + band 0.05", *(("progression", lag) for lag in (1, 4, 16, 64)))
     ),
-    Claim(
-        "A range of 0.3 / length is better than 0.05 on completions of 54 tokens",
-        _over("gspo", "gspo + band 0.05", *(("progression", lag) for lag in (1, 4, 16, 64))),
+    "A range of 0.3 / length is better than one of 0.8 / length on completions of 54 tokens": (
+        _over("gspo", "gspo + band 0.015", *(("progression", lag) for lag in (1, 4, 16)))
     ),
-    Claim(
-        "A range of 0.3 / length is better than one of 0.8 / length on completions of 54 tokens",
-        _over("gspo", "gspo + band 0.015", *(("progression", lag) for lag in (1, 4, 16))),
+    "A range of 0.3 / length is better than 0.005 on completions of 6 tokens": (
+        _over("gspo", "gspo + band 0.005", *(("reversal", lag) for lag in (1, 4, 16, 64)))
     ),
-    Claim(
-        "A range of 0.3 / length is better than 0.005 on completions of 6 tokens",
-        _over("gspo", "gspo + band 0.005", *(("reversal", lag) for lag in (1, 4, 16, 64))),
-    ),
-    Claim(
-        "Token clips lose reward from lag 4 on (AReaL, table 3)",
-        tuple(
-            Contrast(Side(task, "grpo", 0), Side(task, "grpo", lag))
-            for task in ("reversal", "reversal_moe", "progression")
-            for lag in (4, 16, 64)
-        ),
-    ),
-    Claim(
-        "On long completions weights are better than masks (reports of practitioners)",
+    "Token clips lose reward from lag 4 on (AReaL, table 3)": [
+        Contrast(Side(task, "grpo", 0), Side(task, "grpo", lag))
+        for task in ("reversal", "reversal_moe", "progression")
+        for lag in (4, 16, 64)
+    ],
+    "On long completions weights are better than masks (reports of practitioners)": (
         _over("reinforce + sequence_tis", "reinforce + sequence_mask", ("progression", 16), ("progression", 64))
-        + _over("reinforce + token_tis", "reinforce + icepop", ("progression", 16), ("progression", 64)),
+        + _over("reinforce + token_tis", "reinforce + icepop", ("progression", 16), ("progression", 64))
     ),
-    Claim(
-        "The sampler's routing improves GSPO (against GSPO, section 5.3)",
-        _over("gspo + engine routing", "gspo", *(("reversal_moe", lag) for lag in (0, 1, 4, 16, 64))),
+    "The sampler's routing improves GSPO (against GSPO, section 5.3)": (
+        _over("gspo + engine routing", "gspo", *(("reversal_moe", lag) for lag in (0, 1, 4, 16, 64)))
     ),
-    Claim(
-        "An adapter of SmolLM2 learns more with a range by each completion's length than with GSPO's own (predicted)",
-        _over(DEFAULT, "gspo + paper's band", ("sums_adapter", 4)),
+    "An adapter of SmolLM2 learns more with a range by each completion's length than with GSPO's own (predicted)": (
+        _over(DEFAULT, "gspo + paper's band", ("sums_adapter", 4))
     ),
-    Claim(
-        "A lag of 4 costs that adapter reward",
-        tuple(Contrast(Side("sums_adapter", name, 0), Side("sums_adapter", name, 4)) for name in (DEFAULT, "cispo")),
+    "A lag of 4 costs that adapter reward": [
+        Contrast(Side("sums_adapter", name, 0), Side("sums_adapter", name, 4)) for name in (DEFAULT, "cispo")
+    ],
+    "At a lag of 4 that adapter learns more with a range of 0.05 than with one by each completion's length (predicted)": (
+        _over("gspo + band 0.05", DEFAULT, ("sums_adapter", 4))
     ),
-    Claim(
-        "At a lag of 4 that adapter learns more with a range of 0.05 than with one by each completion's length (predicted)",
-        _over("gspo + band 0.05", DEFAULT, ("sums_adapter", 4)),
-    ),
-    Claim(
-        "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)",
-        (
-            Contrast(
-                Side("sums_adapter", "cispo", 4),
-                Side("sums_adapter", DEFAULT, 4),
-                (Side("sums_adapter", "cispo", 0), Side("sums_adapter", DEFAULT, 0)),
-            ),
-        ),
-    ),
-)
+    "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": [
+        Contrast(
+            Side("sums_adapter", "cispo", 4),
+            Side("sums_adapter", DEFAULT, 4),
+            (Side("sums_adapter", "cispo", 0), Side("sums_adapter", DEFAULT, 0)),
+        )
+    ],
+}
+"""Claims with the differences that each is about."""
 
 
-def compare_claim(claim: Claim, rows: Sequence[StudyRow]) -> list[TestedContrast]:
-    """Return the differences of the claim that have a seed on every side."""
-    found = [(one, compared) for one in claim.differences if (compared := _compare(one, rows)) is not None]
+def compare_claim(differences: Sequence[Contrast], rows: Sequence[StudyRow]) -> list[TestedContrast]:
+    """Return the differences of a claim that have a seed on every side."""
+    found = [(one, compared) for one in differences if (compared := _compare(one, rows)) is not None]
     tested = [compared.p_value for _, compared in found if compared.p_value is not None]
     adjusted = iter(estimates.holm(tested))
     return [TestedContrast(*one, None if one[1].p_value is None else next(adjusted)) for one in found]

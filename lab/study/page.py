@@ -154,7 +154,7 @@ def _method_line(result: analysis.MethodResult) -> tuple[str, ...]:
 
 def _claims(rows: Sequence[StudyRow]) -> str:
     """Return the claims with the verdicts that their intervals allow, and each difference."""
-    found = {claim.text: analysis.compare_claim(claim, rows) for claim in analysis.CLAIMS}
+    found = {text: analysis.compare_claim(differences, rows) for text, differences in analysis.CLAIMS.items()}
     verdicts = _markdown(("claim", "verdict"), [(text, analysis.claim_verdict(of_claim)) for text, of_claim in found.items()])
     lines = [_finding_line(text, finding) for text, of_claim in found.items() for finding in of_claim]
     heads = ("claim", "difference", "seeds", f"mean ({PAIRED_CONFIDENCE:.0%})", "p (Holm)")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.lab.study.analysis import Claim, Condition, Contrast, Side, claim_verdict, compare_claim, compare_methods
+from offbeat.lab.study.analysis import Condition, Contrast, Side, claim_verdict, compare_claim, compare_methods
 from offbeat.lab.study.trials import StudyRow
 from tests.lab.study.test_study_page import make_row
 
@@ -31,11 +31,11 @@ def rows_of(*differences: float, method: str = "gspo") -> list[StudyRow]:
     ],
 )
 def test_confirmed_is_only_said_where_the_interval_excludes_0(differences: tuple[float, ...], said: str) -> None:
-    assert claim_verdict(compare_claim(Claim("gspo is better", (SIDES,)), rows_of(*differences))) == said
+    assert claim_verdict(compare_claim([SIDES], rows_of(*differences))) == said
 
 
 def test_one_difference_of_two_is_no_confirmation() -> None:
-    claim = Claim("gspo is better", (SIDES, Contrast(Side("reversal", "sapo", 4), SIDES.second)))
+    claim = (SIDES, Contrast(Side("reversal", "sapo", 4), SIDES.second))
     rows = [*rows_of(0.10, 0.11, 0.12), *(make_row("sapo", seed, 0.4 + 0.1 * seed) for seed in range(3))]
     assert claim_verdict(compare_claim(claim, rows)) == "not as a rule: 1 of 2 for it, 1 not distinguishable from 0"
 
@@ -47,7 +47,7 @@ def test_difference_of_differences_is_taken_by_seed() -> None:
         *(make_row("sapo", seed, 0.6) for seed in range(3)),
         *(make_row("cispo", seed, 0.5 + 0.01 * (seed == 1)) for seed in range(2)),
     ]
-    (finding,) = compare_claim(Claim("", (difference,)), rows)
+    (finding,) = compare_claim([difference], rows)
     # Seed 2 is not on every side: 0.30 - 0.10 and 0.31 - 0.09.
     assert finding.compared.num_seeds == (2, 2)
     assert finding.compared.difference == pytest.approx(0.21)
