@@ -6,7 +6,6 @@ import pydoc
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -99,56 +98,50 @@ def fit_columns(
 
     `dispensable` is that of `FittedTable`.
     """
-    shown = [_sized(column, console) for column in table.columns]
-    if dispensable is None:
-        candidates = [one for one in reversed(shown) if one.column.no_wrap]
-    else:
-        candidates = [one for head in dispensable for one in shown if one.column.header == head]
-    left_out: list[str] = []
     fitted = copy.copy(table)
-    fitted.columns = [one.column for one in shown]
+    fitted.columns = [_narrowed(column, console) for column in table.columns]
+    if dispensable is None:
+        candidates = [column for column in reversed(fitted.columns) if column.no_wrap]
+    else:
+        candidates = [column for head in dispensable for column in fitted.columns if column.header == head]
+    left_out: list[str] = []
     while candidates and _width(fitted, console) > width:
         dropped = candidates.pop(0)
-        shown.remove(dropped)
-        fitted.columns = [one.column for one in shown]
-        left_out.insert(0, str(dropped.column.header).replace("\n", " "))
-    _share(width - _width(fitted, console), [one for one in shown if not one.column.no_wrap])
+        fitted.columns = [column for column in fitted.columns if column is not dropped]
+        left_out.insert(0, str(dropped.header).replace("\n", " "))
+    _share(width - _width(fitted, console), [column for column in fitted.columns if not column.no_wrap], console)
     return fitted, left_out
 
 
-class _Sized(NamedTuple):
-    """A column with the bounds of its width."""
-
-    column: Column
-    least: int
-    """Width of its longest number, or the one down to which its text is wrapped."""
-    natural: int
-    """Width of its longest line."""
-
-
-def _sized(column: Column, console: Console) -> _Sized:
-    """Return a copy of the column that is as narrow as it may be."""
-    column = copy.copy(column)
+def _widths(column: Column, console: Console) -> list[Measurement]:
+    """Return the widths of a column's head and cells: that of the longest word, and that of the longest line."""
     options = console.options.update(max_width=WIDE)
-    cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    return [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+
+
+def _narrowed(column: Column, console: Console) -> Column:
+    """Return a copy of the column that is as narrow as it may be: numbers keep to one line, texts are wrapped."""
+    column = copy.copy(column)
+    cells = _widths(column, console)
     natural = max(cell.maximum for cell in cells)
     column.no_wrap = column.justify == "right"
     column.overflow = "fold"
     column.width = natural if column.no_wrap else max(min(TEXT_WIDTH, natural), *(cell.minimum for cell in cells))
-    return _Sized(column, column.width, natural)
+    return column
 
 
-def _share(spare: int, texts: Sequence[_Sized]) -> None:
-    """Widen columns of text by `spare` in all, the narrowest first, and none beyond its natural width."""
-    widths = [one.least for one in texts]
+def _share(spare: int, texts: Sequence[Column], console: Console) -> None:
+    """Widen columns of text by `spare` in all, the narrowest first, and none beyond its longest line."""
+    widths = [column.width or 0 for column in texts]
+    most = [max(cell.maximum for cell in _widths(column, console)) for column in texts]
     for _ in range(spare):
-        growing = [index for index, one in enumerate(texts) if widths[index] < one.natural]
+        growing = [index for index, width in enumerate(widths) if width < most[index]]
         if not growing:
             break
         widths[min(growing, key=widths.__getitem__)] += 1
-    for one, width in zip(texts, widths, strict=True):
+    for column, width in zip(texts, widths, strict=True):
         # Where the longest words have no room, the library breaks them.
-        one.column.width = width if spare >= 0 else None
+        column.width = width if spare >= 0 else None
 
 
 def _width(table: Table, console: Console) -> int:
