@@ -13,14 +13,7 @@ from offbeat.common.records.logs import configure_logs
 from offbeat.common.records.run_folder import writing
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import refuse_masked
-from offbeat.deploy.cli.arguments import (
-    QUICKSTART,
-    Arguments,
-    Operator,
-    read_config,
-    read_run,
-    split_arguments,
-)
+from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, Operator, read_config, read_run, split_arguments
 from offbeat.deploy.clusters.container import Document, read_mapping, write_compose
 from offbeat.deploy.clusters.kubernetes_files import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions, open_kubernetes_pool
