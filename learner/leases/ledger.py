@@ -14,7 +14,7 @@ event that cannot follow the events before it.
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Literal
 
 import msgspec
@@ -46,8 +46,8 @@ class EpochAccount(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
         return self.num_trained + sum(len(prompt_ids) for prompt_ids in self.dropped.values()) + self.num_left_out
 
 
-class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """An open lease in a checkpoint."""
+class OpenLease(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    """A lease that has not ended, in the ledger and in a checkpoint."""
 
     lease_id: int
     prompt_id: int
@@ -56,6 +56,7 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     position: Position | None
     """The group's position in the rollout log; None while the group is being generated, or without a log."""
     is_ready: bool
+    """The finished group is in the buffer."""
     oldest_version: int
     """See `Granted.oldest_version`."""
     granted_at: float
@@ -67,27 +68,10 @@ class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     counts: LedgerSums
     next_lease_id: int
-    open: tuple[SavedLease, ...]
+    open: tuple[OpenLease, ...]
     epochs: dict[int, EpochAccount]
     tasks: Tallies = {}
     """The results of tasks, where tasks are told apart."""
-
-
-class OpenLease(msgspec.Struct):
-    """A lease that has not ended."""
-
-    lease_id: int
-    prompt_id: int
-    epoch: int
-    actor: str
-    oldest_version: int
-    """See `Granted.oldest_version`."""
-    granted_at: float
-    """Seconds since the epoch."""
-    group: Group | None = None
-    """The finished group, once it is in the buffer."""
-    position: Position | None = None
-    """The group's position in the rollout log; None while the group is being generated, or without a log."""
 
 
 class Ledger:
@@ -100,8 +84,8 @@ class Ledger:
         self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._expired = 0
-        self._ready: set[int] = set()
-        """The leases whose groups are in the buffer."""
+        self._groups: dict[int, Group] = {}
+        """The groups in the buffer, by lease."""
         self.epochs: dict[int, EpochAccount] = {}
         """Passes over the data that began and that `end_epoch` has not returned yet."""
         self.tasks: Tallies = {}
@@ -116,33 +100,16 @@ class Ledger:
         ledger._trained = state.counts.trained
         ledger._dropped = Counter(state.counts.dropped)
         ledger._expired = state.counts.expired
-        ledger._open = {
-            lease.lease_id: OpenLease(
-                lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.oldest_version, lease.granted_at
-            )
-            for lease in state.open
-        }
+        ledger._open = {lease.lease_id: msgspec.structs.replace(lease, position=None, is_ready=False) for lease in state.open}
         ledger.epochs = deepcopy(state.epochs)
         ledger.tasks = copy_tallies(state.tasks)
         return ledger
 
     def state(self) -> LedgerState:
         """Return what `from_state` takes."""
-        saved = tuple(
-            SavedLease(
-                lease.lease_id,
-                lease.prompt_id,
-                lease.epoch,
-                lease.actor,
-                lease.position,
-                lease.group is not None,
-                lease.oldest_version,
-                lease.granted_at,
-            )
-            for lease in self._open.values()
-        )
         # Copied: a state is written to disk while the ledger goes on.
-        return LedgerState(self.counts(), self._next_lease_id, saved, deepcopy(self.epochs), copy_tallies(self.tasks))
+        leases = tuple(map(copy, self._open.values()))
+        return LedgerState(self.counts(), self._next_lease_id, leases, deepcopy(self.epochs), copy_tallies(self.tasks))
 
     @property
     def num_open(self) -> int:
@@ -152,7 +119,7 @@ class Ledger:
     @property
     def num_ready(self) -> int:
         """Groups in the buffer."""
-        return len(self._ready)
+        return len(self._groups)
 
     def counts(self) -> LedgerSums:
         """Return the counts as they are now."""
@@ -169,19 +136,18 @@ class Ledger:
 
     def generating(self) -> list[OpenLease]:
         """Return the leases whose group has not arrived, oldest first."""
-        return [lease for lease in self._open.values() if lease.group is None]
+        return [lease for lease in self._open.values() if not lease.is_ready]
 
     def ready_groups(self) -> list[Group]:
         """Return the groups in the buffer, oldest lease first."""
         # Many more leases may be open than groups are ready.
-        groups = (self._open[lease_id].group for lease_id in sorted(self._ready))
-        return [group for group in groups if group is not None]
+        return [self._groups[lease_id] for lease_id in sorted(self._groups)]
 
     def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
         """Return the state of a lease."""
         lease = self._open.get(lease_id)
         if lease is not None:
-            return "generating" if lease.group is None else "ready"
+            return "ready" if lease.is_ready else "generating"
         return "ended" if 0 <= lease_id < self._next_lease_id else "unknown"
 
     def find(self, lease_id: int) -> OpenLease:
@@ -204,24 +170,24 @@ class Ledger:
                 assert group is not None, "an accepted lease has a group"
                 self.restore(group, position)
             case Dropped():
-                lease = self._close(event.lease_id)
+                lease, group = self._close(event.lease_id)
                 self._dropped[event.reason] += 1
-                if event.reason == ZERO_VARIANCE and lease.group is not None:
-                    add_group(self.tasks, lease.group)
+                if event.reason == ZERO_VARIANCE and group is not None:
+                    add_group(self.tasks, group)
                 if event.is_final:
                     self._epoch(lease.epoch).dropped.setdefault(event.reason, []).append(lease.prompt_id)
             case Expired():
-                assert self._open[event.lease_id].group is None, f"lease {event.lease_id} is answered: it cannot expire"
+                assert not self._open[event.lease_id].is_ready, f"lease {event.lease_id} is answered: it cannot expire"
                 self._close(event.lease_id)
                 self._expired += 1
             case Trained():
                 for lease_id in event.lease_ids:
-                    assert self._open[lease_id].group is not None, f"lease {lease_id} has no group to train on"
+                    assert self._open[lease_id].is_ready, f"lease {lease_id} has no group to train on"
                 for lease_id in event.lease_ids:
-                    lease = self._close(lease_id)
+                    lease, group = self._close(lease_id)
                     self._epoch(lease.epoch).num_trained += 1
-                    assert lease.group is not None
-                    add_group(self.tasks, lease.group)
+                    assert group is not None
+                    add_group(self.tasks, group)
                 self._trained += len(event.lease_ids)
             case Started() | Tuned() | Weighed():
                 pass
@@ -233,9 +199,9 @@ class Ledger:
     def restore(self, group: Group, position: Position | None) -> None:
         """Put a finished group into the buffer."""
         lease = self._open[group.lease_id]
-        assert lease.group is None, f"lease {group.lease_id} has a group already"
-        lease.group, lease.position = group, position
-        self._ready.add(group.lease_id)
+        assert not lease.is_ready, f"lease {group.lease_id} has a group already"
+        lease.position, lease.is_ready = position, True
+        self._groups[group.lease_id] = group
 
     def end_epoch(self, size_of: Callable[[int], int]) -> tuple[int, EpochAccount] | None:
         """Return the oldest pass over the data whose prompts are all done with, once; None when there is none.
@@ -250,20 +216,19 @@ class Ledger:
     def _grant(self, event: Granted) -> None:
         assert event.lease_id not in self._open, f"lease {event.lease_id} is open already"
         self._open[event.lease_id] = OpenLease(
-            event.lease_id, event.prompt_id, event.epoch, event.actor, event.oldest_version, event.at
+            event.lease_id, event.prompt_id, event.epoch, event.actor, None, False, event.oldest_version, event.at
         )
         self._next_lease_id = max(self._next_lease_id, event.lease_id + 1)
         self._leased += 1
         self._epoch(event.epoch)
 
-    def _close(self, lease_id: int) -> OpenLease:
-        self._ready.discard(lease_id)
-        return self._open.pop(lease_id)
+    def _close(self, lease_id: int) -> tuple[OpenLease, Group | None]:
+        return self._open.pop(lease_id), self._groups.pop(lease_id, None)
 
     def _epoch(self, epoch: int) -> EpochAccount:
         return self.epochs.setdefault(epoch, EpochAccount(0, {}))
 
 
-def needed_position(leases: Collection[SavedLease], log_end: Position) -> Position:
+def needed_position(leases: Collection[OpenLease], log_end: Position) -> Position:
     """Return the first record of the log that a restart from this state reads."""
     return min([log_end, *(lease.position for lease in leases if lease.position is not None)])

@@ -159,7 +159,7 @@ def _make_applicable(event: Granted | Accepted | Dropped | Expired, ledger: Ledg
     before = ledger.holding(event.prompt_id, event.epoch)
     if before is not None:
         end = Expired(at=event.at, lease_id=before.lease_id, reason=LOST)
-        if before.group is not None:
+        if before.is_ready:
             end = Dropped(at=event.at, lease_id=before.lease_id, reason=LOST, is_final=False)
         apply_event(end, ledger, stream)
     return stream.bring_forward(PromptTurn(event.prompt_id, event.epoch))

@@ -18,7 +18,7 @@ from offbeat.learner.leases.ledger import (
     EpochAccount,
     Ledger,
     LedgerState,
-    SavedLease,
+    OpenLease,
     needed_position,
 )
 from offbeat.learner.leases.log_reading import Position
@@ -283,7 +283,7 @@ def test_pass_is_told_once_when_all_its_prompts_are_done_with() -> None:
 def test_restart_needs_the_oldest_group_in_the_buffer_or_the_end_of_the_log(
     positions: Collection[Position | None], needed: Position
 ) -> None:
-    leases = [SavedLease(0, 0, 0, "a", position, position is not None, 0, 0.0) for position in positions]
+    leases = [OpenLease(0, 0, 0, "a", position, position is not None, 0, 0.0) for position in positions]
     assert needed_position(leases, Position(3, 8)) == needed
 
 

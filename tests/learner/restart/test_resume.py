@@ -21,7 +21,7 @@ from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Expired, Started, Tuned
 from offbeat.learner.leases.journal import DispatcherState
-from offbeat.learner.leases.ledger import UNSEEN_LEASES, LedgerState, SavedLease
+from offbeat.learner.leases.ledger import UNSEEN_LEASES, LedgerState, OpenLease
 from offbeat.learner.leases.log_reading import LogFullError, Position, read_whole_log
 from offbeat.learner.leases.prompt_stream import StreamState
 from offbeat.learner.leases.recovery import last_evaluated
@@ -40,12 +40,12 @@ NO_HASHES = np.empty(0, np.uint64)
 NO_FSYNC = LogSection(fsync="off")
 
 
-def saved_lease(lease_id: int, offset: int | None) -> SavedLease:
+def saved_lease(lease_id: int, offset: int | None) -> OpenLease:
     position = None if offset is None else Position(1, offset)
-    return SavedLease(lease_id, lease_id, 0, "actor-0", position, is_ready=offset is not None, oldest_version=0, granted_at=0.0)
+    return OpenLease(lease_id, lease_id, 0, "actor-0", position, is_ready=offset is not None, oldest_version=0, granted_at=0.0)
 
 
-def state_with(log_end: Position | None, *open_leases: SavedLease) -> DispatcherState:
+def state_with(log_end: Position | None, *open_leases: OpenLease) -> DispatcherState:
     counts = LedgerSums(len(open_leases), 0, {}, 0, len(open_leases))
     ledger = LedgerState(counts, next_lease_id=len(open_leases), open=open_leases, epochs={})
     return DispatcherState(StreamState(5, 3, len(open_leases), ()), ledger, log_end, newest_version=0)
