@@ -1,14 +1,12 @@
 """Advantages: the reward of a completion, of a turn, or of a token of one, above a baseline for its expectation."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GroupBaseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
-"""The number subtracted from the rewards of a group."""
+from offbeat.common.settings.objectives import Baseline
 
 LAMBDA_ALPHA = 1.5
 """The alpha of `lambda_by_length`."""
@@ -17,35 +15,34 @@ LAMBDA_ALPHA = 1.5
 def group_advantages(
     rewards: Tensor,
     *,
-    baseline: GroupBaseline = "mean",
+    baseline: Baseline = "group",
     lengths: Tensor | None = None,
     divide_by_std: bool,
     epsilon: float = 1e-6,
-    unbiased: bool = True,
 ) -> Tensor:
     """`A_i = (R_i - b_i) / (std_j R_j + epsilon)`; without `divide_by_std` the numerator alone.
 
     The last dimension of `rewards` is the group: the completions of one prompt. Returns its shape and dtype. `b_i` is
 
-    - `mean`: `mean_j R_j` (GRPO, https://arxiv.org/abs/2402.03300; GSPO, https://arxiv.org/abs/2507.18071, eq. 6; without
+    - `group`: `mean_j R_j` (GRPO, https://arxiv.org/abs/2402.03300; GSPO, https://arxiv.org/abs/2507.18071, eq. 6; without
       the division Dr. GRPO, https://arxiv.org/abs/2503.20783);
     - `leave_one_out`: the mean over the others, `j != i` (RLOO, https://arxiv.org/abs/2402.14740), which makes the
       numerator `n / (n - 1)` times the former for a group of n;
     - `length_weighted`: `sum_j L_j R_j / sum_j L_j` with the `lengths` L, in tokens and of the shape of `rewards` (OPO,
       https://arxiv.org/abs/2505.23585): the baseline of least variance where the squared gradient of a completion's
       log-likelihood is proportional to its length;
-    - `none`: 0.
+    - `zero` and `critic`: 0.
 
-    The papers do not define their standard deviation and have no epsilon. Most implementations divide the squares by n - 1
-    (`unbiased`), others by n; their epsilons lie between 1e-6 and 1e-4.
+    The papers do not define their standard deviation and have no epsilon. Most implementations divide the squares by n - 1,
+    others by n; their epsilons lie between 1e-6 and 1e-4.
 
-    The advantages of a group of equal rewards, or of one completion, are exactly 0, undivided rewards under `none`.
+    The advantages of a group of equal rewards, or of one completion, are exactly 0, undivided rewards without a baseline.
     """
     group_size = rewards.shape[-1]
     # The mean of equal numbers is not always that number: divided by epsilon, the rounding error would be amplified.
     all_equal = rewards.amax(dim=-1, keepdim=True) == rewards.amin(dim=-1, keepdim=True)
     advantages = rewards
-    if baseline != "none":
+    if baseline not in ("zero", "critic"):
         subtracted = rewards.mean(dim=-1, keepdim=True)
         if baseline == "length_weighted":
             assert lengths is not None, "a mean weighed by lengths needs them"
@@ -58,18 +55,18 @@ def group_advantages(
         advantages = advantages * (group_size / (group_size - 1))
     if not divide_by_std:
         return advantages
-    std = rewards.std(dim=-1, keepdim=True, correction=int(unbiased))
+    std = rewards.std(dim=-1, keepdim=True, correction=1)
     return torch.where(all_equal, advantages, advantages / (std + epsilon))
 
 
 @torch.no_grad()
-def turn_advantages(returns: Sequence[Tensor], *, baseline: GroupBaseline) -> list[Tensor]:
+def turn_advantages(returns: Sequence[Tensor], *, baseline: Baseline) -> list[Tensor]:
     """`A_it = G_it - b_it`: the return of turn t of episode i, above that of the group's episodes at the same turn.
 
     `returns`: for each episode of one group `[num_turns]`: `G_it = sum_{k >= t} r_ik`, undiscounted, to go, or the rewards of
     the turn's own branches (`Rollout.branch_returns`). Episodes may differ in their turns. Returns advantages of these shapes.
-    `b_it` is the `mean` over the group of `G_jt`, where an episode that has ended before turn t stands with its last turn;
-    `leave_one_out` and `none` are as in `group_advantages`, and `length_weighted` is not for turns.
+    With the baseline `group`, `b_it` is the mean over the group of `G_jt`, where an episode that has ended before turn t stands
+    with its last turn; the others are as in `group_advantages`, and `length_weighted` is not for turns.
 
     This is the return-based advantage of GTPO (https://arxiv.org/abs/2511.14846) and the step advantage of GiGPO
     (https://arxiv.org/abs/2505.10978) with `F_norm = 1`, without their discount. GiGPO compares turns with equal states, GTPO

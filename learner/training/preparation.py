@@ -4,7 +4,7 @@ groups -> shaped rewards, advantages -> rows -> micro-batches of this rank -> fr
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +15,9 @@ from offbeat.common.models.folders import resolve_model
 from offbeat.common.models.images import ImageReader
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
-from offbeat.common.settings.objectives import Baseline
 from offbeat.learner.diagnostics.row_statistics import Broken, find_broken
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
-    GroupBaseline,
     discounted_returns,
     generalized_advantages,
     group_advantages,
@@ -38,37 +36,6 @@ from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.networks import FrozenOutputs, Networks
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.training.batching import MicroBatch, TrainingRow, assign_rows, collate, make_rows
-
-_GROUP_BASELINES: dict[Baseline, GroupBaseline] = {
-    "group": "mean",
-    "leave_one_out": "leave_one_out",
-    "length_weighted": "length_weighted",
-    "critic": "none",
-    "zero": "none",
-}
-"""The baseline of `group_advantages` for each `advantage.baseline`."""
-
-STD_EPSILON = 1e-6
-"""Number added to the standard deviation of a group's rewards, so that nothing is divided by 0."""
-
-
-class AdvantageRule(NamedTuple):
-    """The settings of `[advantage]`, every value decided."""
-
-    baseline: Baseline
-    turns: Literal["sum", "to_go", "branch"]
-    """The rewards that a turn is credited with: all of its episode, those given after it was asked for, or those not given to
-    other branches."""
-    divide_by_std: bool
-    whiten: bool
-    clip: float | None
-    """Largest absolute advantage; None for no bound."""
-    gamma: float
-    gae_lambda: float | Literal["by_length"]
-    target_lambda: float | None = None
-    """Lambda of the critic's targets; None for that of the advantages."""
-    function: OwnAdvantage | None = None
-    """The user's own advantages in place of baseline and division; None for none."""
 
 
 class PreparedMicroBatch(NamedTuple):
@@ -91,7 +58,9 @@ class Preparation:
         self._kl = config.kl
         self._needs_proximal = objective.needs_proximal
         self._is_prompt_mean = objective.aggregation == "prompt-mean-token-mean"
-        self._advantage = make_advantage_rule(config.advantage, target_lambda=config.critic.target_lambda)
+        self._advantage = config.advantage
+        self._own_advantage = load_advantage(config.advantage.function) if config.advantage.function else None
+        self._target_lambda = config.critic.target_lambda
         self._shaping = make_reward_shaping(config.reward, max_new_tokens=config.rollout.max_new_tokens)
         has_images = bool(config.data.image_field)
         self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
@@ -106,7 +75,7 @@ class Preparation:
             self._shaping,
             running=running,
         )
-        advantages = row_advantages(groups, shaped.rewards, self._advantage)
+        advantages = row_advantages(groups, shaped.rewards, self._advantage, self._own_advantage)
         rows = make_rows(
             groups, shaped.rewards, advantages, policy_version=policy_version, weigh_by_tokens=self._is_prompt_mean
         )
@@ -133,6 +102,7 @@ class Preparation:
                     micro_batch,
                     frozen,
                     self._advantage,
+                    target_lambda=self._target_lambda,
                     estimator=self._kl.estimator,
                     kl_coefficient=kl_coefficient if self._kl.reward_coef and not self._kl.loss_coef else self._kl.reward_coef,
                 )
@@ -140,60 +110,47 @@ class Preparation:
         return scale_advantages(prepared, self._advantage, num_alike=num_alike)
 
 
-def make_advantage_rule(advantage: AdvantageSection, *, target_lambda: float | None = None) -> AdvantageRule:
-    """Return the rule of these settings, none of which is left open; `target_lambda` is `critic.target_lambda`."""
-    assert advantage.baseline is not None and advantage.divide_by_std is not None, "the objective's values are filled in"
-    return AdvantageRule(
-        baseline=advantage.baseline,
-        turns=advantage.turns,
-        divide_by_std=advantage.divide_by_std,
-        whiten=advantage.whiten,
-        clip=advantage.clip,
-        gamma=advantage.gamma,
-        gae_lambda=advantage.gae_lambda,
-        target_lambda=target_lambda,
-        function=load_advantage(advantage.function) if advantage.function else None,
-    )
-
-
 def completion_advantages(
-    rewards: NDArray[np.float64], rule: AdvantageRule, lengths: NDArray[np.int64] | None = None
+    rewards: NDArray[np.float64],
+    advantage: AdvantageSection,
+    own: OwnAdvantage | None = None,
+    lengths: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
     """Return one advantage per completion, `[num_groups, group_size]` as `rewards`; a critic's advantages ignore it.
 
-    `lengths`: tokens of each completion, in this shape, which the baseline `length_weighted` needs.
+    `own`: the user's advantages in place of baseline and division. `lengths`: tokens of each completion, in the shape of
+    `rewards`, which the baseline `length_weighted` needs.
     """
-    if rule.function is not None:
-        return rule.function(rewards)
+    if own is not None:
+        return own(rewards)
+    assert advantage.baseline is not None and advantage.divide_by_std is not None, "the objective's values are filled in"
     return group_advantages(
         torch.from_numpy(rewards),
-        baseline=_GROUP_BASELINES[rule.baseline],
+        baseline=advantage.baseline,
         lengths=None if lengths is None else torch.from_numpy(lengths),
-        divide_by_std=rule.divide_by_std,
-        epsilon=STD_EPSILON,
-        unbiased=True,
+        divide_by_std=advantage.divide_by_std,
     ).numpy()
 
 
 def row_advantages(
-    groups: Sequence[Group], rewards: NDArray[np.float64], rule: AdvantageRule
+    groups: Sequence[Group], rewards: NDArray[np.float64], advantage: AdvantageSection, own: OwnAdvantage | None = None
 ) -> list[list[float | NDArray[np.float64]]]:
     """Return the advantage of each completion of each group, or that of each of its tokens where its turns differ.
 
     `rewards`: the shaped ones, `[num_groups, group_size]`. What shaping adds to the task's rewards belongs to every turn.
     """
-    if rule.turns == "sum":
+    if advantage.turns == "sum":
         lengths = np.array([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups])
-        return completion_advantages(rewards, rule, lengths).tolist()
-    baseline = _GROUP_BASELINES[rule.baseline]
+        return completion_advantages(rewards, advantage, own, lengths).tolist()
+    assert advantage.baseline is not None, "the objective's value is filled in"
     of_groups: list[list[float | NDArray[np.float64]]] = []
     for group, of_group in zip(groups, rewards.tolist(), strict=True):
         rollouts = group.rollouts
         returns = [
-            rollout.returns_to_go(reward) if rule.turns == "to_go" else rollout.branch_returns(reward)
+            rollout.returns_to_go(reward) if advantage.turns == "to_go" else rollout.branch_returns(reward)
             for rollout, reward in zip(rollouts, of_group, strict=True)
         ]
-        advantages = turn_advantages([torch.from_numpy(one) for one in returns], baseline=baseline)
+        advantages = turn_advantages([torch.from_numpy(one) for one in returns], baseline=advantage.baseline)
         of_groups.append(
             [np.repeat(one.numpy(), rollout.turn_lengths) for rollout, one in zip(rollouts, advantages, strict=True)]
         )
@@ -213,11 +170,18 @@ def reward_kl(micro_batch: MicroBatch, reference_logprobs: Tensor, *, estimator:
 
 
 def prepare_micro_batch(
-    micro_batch: MicroBatch, frozen: FrozenOutputs, rule: AdvantageRule, *, estimator: KlEstimator, kl_coefficient: float
+    micro_batch: MicroBatch,
+    frozen: FrozenOutputs,
+    advantage: AdvantageSection,
+    *,
+    target_lambda: float | None = None,
+    estimator: KlEstimator,
+    kl_coefficient: float,
 ) -> PreparedMicroBatch:
     """Give every token its advantage, before whitening and clipping, and every input the experts to replay.
 
-    `kl_coefficient`: of the KL in the reward, which is spread over the tokens (`rewards_by_token`); 0 for none.
+    `target_lambda`: as in `generalized_advantages`. `kl_coefficient`: of the KL in the reward, which is spread over the tokens
+    (`rewards_by_token`); 0 for none.
     """
     if frozen.experts is not None:
         micro_batch = micro_batch._replace(pack=micro_batch.pack._replace(experts=frozen.experts))
@@ -232,33 +196,34 @@ def prepare_micro_batch(
             token_rewards,
             frozen.values,
             mask,
-            gamma=rule.gamma,
-            gae_lambda=lambda_by_length(mask) if rule.gae_lambda == "by_length" else rule.gae_lambda,
-            target_lambda=rule.target_lambda,
+            gamma=advantage.gamma,
+            gae_lambda=lambda_by_length(mask) if advantage.gae_lambda == "by_length" else advantage.gae_lambda,
+            target_lambda=target_lambda,
         )
         return PreparedMicroBatch(micro_batch, frozen, advantages, returns)
     advantages = torch.where(mask, micro_batch.advantages, 0.0)
     if kl_coefficient:
         no_rewards = torch.zeros_like(micro_batch.rewards)
         token_rewards = rewards_by_token(no_rewards, penalty, mask, kl_coefficient=kl_coefficient)
-        advantages = advantages + discounted_returns(token_rewards, mask, gamma=rule.gamma)
+        advantages = advantages + discounted_returns(token_rewards, mask, gamma=advantage.gamma)
     return PreparedMicroBatch(micro_batch, frozen, advantages, None)
 
 
-def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule, *, num_alike: int = 1) -> list[PreparedMicroBatch]:
+def scale_advantages(
+    batch: list[PreparedMicroBatch], advantage: AdvantageSection, *, num_alike: int = 1
+) -> list[PreparedMicroBatch]:
     """Whiten advantages over the tokens of all ranks, then clip them, each only if set; a collective if it whitens.
 
     `num_alike`: number of neighboring ranks with the same micro-batches.
     """
-    if rule.whiten:
+    if advantage.whiten:
         of_micro_batches = [moments(prepared.advantages, prepared.micro_batch.completion_mask) for prepared in batch]
         merged = merge_moments(gather_tensors(merge_moments(torch.stack(of_micro_batches)), num_alike=num_alike))
         batch = [
             prepared._replace(advantages=whiten(prepared.advantages, prepared.micro_batch.completion_mask, merged))
             for prepared in batch
         ]
-    if rule.clip is not None:
-        limit = rule.clip
+    if (limit := advantage.clip) is not None:
         batch = [prepared._replace(advantages=prepared.advantages.clamp(-limit, limit)) for prepared in batch]
     return batch
 

@@ -17,7 +17,7 @@ from offbeat.deploy.checks.user_functions import check_learner_functions, learne
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, make_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
-from offbeat.learner.training.preparation import completion_advantages, make_advantage_rule
+from offbeat.learner.training.preparation import completion_advantages
 
 ROOT = Path(__file__).parents[3]
 MASK = torch.tensor([[True, True], [True, False]])
@@ -181,9 +181,13 @@ def test_correction_that_fails_or_weighs_no_loss_is_the_users_mistake(name: str,
 
 
 def test_own_advantages_take_the_place_of_baseline_and_deviation() -> None:
-    rule = make_advantage_rule(complete(Config(advantage=AdvantageSection(function="own_objective:ranks"))).advantage)
+    settings = complete(Config(advantage=AdvantageSection(function="own_objective:ranks"))).advantage
     rewards = np.array([[0.0, 5.0, 1.0], [2.0, 2.0, -1.0]])
-    assert completion_advantages(rewards, rule).tolist() == [[-1.0, 1.0, 0.0], [0.5, 0.5, -1.0]]
+    own = load_advantage(settings.function)
+    assert completion_advantages(rewards, settings, own).tolist() == [
+        [-1.0, 1.0, 0.0],
+        [0.5, 0.5, -1.0],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.batching import TrainingRow, assign_rows, collate, make_rows
-from offbeat.learner.training.preparation import completion_advantages, make_advantage_rule
+from offbeat.learner.training.preparation import completion_advantages
 from offbeat.protocols.payload import Segment, Turn, encode_experts
 
 
@@ -212,7 +212,7 @@ def test_an_episode_is_one_row_however_many_sequences_it_has() -> None:
     plain = make_row(2, 3).rollout._replace(reward=3.0)
     group = Group(0, 0, np.array([1, 2], dtype=np.int32), (forked, plain), "actor", 0.0)
     rewards = np.array([[rollout.reward for rollout in group.rollouts]])
-    advantages = completion_advantages(rewards, make_advantage_rule(AdvantageSection(baseline="group", divide_by_std=False)))
+    advantages = completion_advantages(rewards, AdvantageSection(baseline="group", divide_by_std=False))
     batch = collate(make_rows([group], rewards, advantages.tolist(), policy_version=0))
     assert batch.advantages.tolist() == [[-1.0] * 6, [1.0] * 3 + [0.0] * 3]
     assert batch.completion_mask.sum(dim=1).tolist() == [6, 3], "each sampled token once"

@@ -15,9 +15,7 @@ from offbeat.learner.policy.networks import FrozenOutputs
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.batching import MicroBatch, TrainingRow, collate, make_rows
 from offbeat.learner.training.preparation import (
-    AdvantageRule,
     completion_advantages,
-    make_advantage_rule,
     prepare_micro_batch,
     row_advantages,
     scale_advantages,
@@ -39,9 +37,9 @@ def micro_batch() -> MicroBatch:
     return collate([row(3, 4.0, 1.0), row(2, -2.0, -1.0)])
 
 
-def rule(**settings: Any) -> AdvantageRule:
-    """Return the rule of these settings under GSPO."""
-    return make_advantage_rule(complete(Config(advantage=AdvantageSection(**settings))).advantage)
+def rule(**settings: Any) -> AdvantageSection:
+    """Return these settings under GSPO."""
+    return complete(Config(advantage=AdvantageSection(**settings))).advantage
 
 
 def advantages_of(frozen: FrozenOutputs, *, kl_coefficient: float = 0.0, **settings: Any) -> list[list[float]]:
