@@ -50,22 +50,6 @@ class RunningMoments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.squares / max(1, self.count - 1)) ** 0.5
 
 
-class RewardShaping(NamedTuple):
-    """The settings of `[reward]`, every value decided."""
-
-    max_new_tokens: int
-    """Longest completion."""
-    overlong_buffer: int
-    """Tokens before `max_new_tokens` in which completions are punished; 0 for no punishment."""
-    overlong_penalty: float
-    """Punishment of a completion of `max_new_tokens`."""
-    length_penalty: LengthPenalty | None
-    norm_mean: Population
-    norm_std: Population
-    clip: float | None
-    """Largest absolute reward; None for no bound."""
-
-
 class ShapedRewards(NamedTuple):
     """The shaped rewards of one optimizer step."""
 
@@ -75,25 +59,14 @@ class ShapedRewards(NamedTuple):
     """The moments to continue with."""
 
 
-def make_reward_shaping(reward: RewardSection, *, max_new_tokens: int) -> RewardShaping:
-    """Return the shaping of these settings, none of which is left open.
-
-    Loads the user's length penalty. Raises `SettingError` if there is no such function.
-    """
-    assert reward.overlong_buffer is not None, "the objective's value is filled in"
-    return RewardShaping(
-        max_new_tokens=max_new_tokens,
-        overlong_buffer=reward.overlong_buffer,
-        overlong_penalty=reward.overlong_penalty,
-        length_penalty=load_length_penalty(reward.length_penalty) if reward.length_penalty else None,
-        norm_mean=reward.norm_mean,
-        norm_std=reward.norm_std,
-        clip=reward.clip,
-    )
-
-
 def shape_rewards(
-    rewards: NDArray[np.float64], lengths: NDArray[np.int64], shaping: RewardShaping, *, running: RunningMoments
+    rewards: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+    settings: RewardSection,
+    *,
+    max_new_tokens: int,
+    length_penalty: LengthPenalty | None,
+    running: RunningMoments,
 ) -> ShapedRewards:
     """Add penalties to the task's rewards, normalize them and clip them, in this order.
 
@@ -102,19 +75,21 @@ def shape_rewards(
     are made of, even an outlier that the normalization made larger.
 
     `rewards`, `lengths`: `[num_groups, group_size]`, all completions of one optimizer step, of all ranks; `lengths` in
-    completion tokens, of an episode those of its longest turn. Where `norm_mean` or `norm_std` is "running" the moments are
-    updated before they are used, so the first step's rewards are normalized too; otherwise `running` is returned unchanged.
+    completion tokens, of an episode those of its longest turn. `length_penalty`: the user's own, if any. Where `norm_mean` or
+    `norm_std` is "running" the moments are updated before they are used, so the first step's rewards are normalized too;
+    otherwise `running` is returned unchanged.
     """
+    assert settings.overlong_buffer is not None, "the objective's value is filled in"
     rewards = rewards + overlong_punishment(
-        lengths, max_new_tokens=shaping.max_new_tokens, buffer_tokens=shaping.overlong_buffer, penalty=shaping.overlong_penalty
+        lengths, max_new_tokens=max_new_tokens, buffer_tokens=settings.overlong_buffer, penalty=settings.overlong_penalty
     )
-    if shaping.length_penalty is not None:
-        rewards = rewards + shaping.length_penalty(lengths.reshape(-1), shaping.max_new_tokens).reshape(lengths.shape)
-    if "running" in (shaping.norm_mean, shaping.norm_std):
+    if length_penalty is not None:
+        rewards = rewards + length_penalty(lengths.reshape(-1), max_new_tokens).reshape(lengths.shape)
+    if "running" in (settings.norm_mean, settings.norm_std):
         running = running.add(rewards)
-    rewards = normalize_rewards(rewards, mean_of=shaping.norm_mean, std_of=shaping.norm_std, running=running)
-    if shaping.clip is not None:
-        rewards = np.clip(rewards, -shaping.clip, shaping.clip)
+    rewards = normalize_rewards(rewards, mean_of=settings.norm_mean, std_of=settings.norm_std, running=running)
+    if settings.clip is not None:
+        rewards = np.clip(rewards, -settings.clip, settings.clip)
     return ShapedRewards(rewards, running)
 
 

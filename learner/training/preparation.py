@@ -31,7 +31,7 @@ from offbeat.learner.objectives.advantages import (
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
 from offbeat.learner.objectives.objective import Objective, PolicyLogprobs
 from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantage
-from offbeat.learner.objectives.reward_shaping import RunningMoments, make_reward_shaping, shape_rewards
+from offbeat.learner.objectives.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.networks import FrozenOutputs, Networks
 from offbeat.learner.policy.process_group import gather_tensors
@@ -61,7 +61,8 @@ class Preparation:
         self._advantage = config.advantage
         self._own_advantage = load_advantage(config.advantage.function) if config.advantage.function else None
         self._target_lambda = config.critic.target_lambda
-        self._shaping = make_reward_shaping(config.reward, max_new_tokens=config.rollout.max_new_tokens)
+        self._reward, self._max_new_tokens = config.reward, config.rollout.max_new_tokens
+        self._length_penalty = load_length_penalty(config.reward.length_penalty) if config.reward.length_penalty else None
         has_images = bool(config.data.image_field)
         self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
 
@@ -72,7 +73,9 @@ class Preparation:
         shaped = shape_rewards(
             np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
             np.array([[rollout.longest_turn for rollout in group.rollouts] for group in groups]),
-            self._shaping,
+            self._reward,
+            max_new_tokens=self._max_new_tokens,
+            length_penalty=self._length_penalty,
             running=running,
         )
         advantages = row_advantages(groups, shaped.rewards, self._advantage, self._own_advantage)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from offbeat.common.errors import SettingError
+from offbeat.common.settings.learning_sections import RewardSection
 from offbeat.learner.objectives.reward_shaping import (
-    RewardShaping,
     RunningMoments,
     load_length_penalty,
     normalize_rewards,
@@ -83,16 +83,11 @@ def shaped(
     clip=None,
     running=None,
 ):
-    shaping = RewardShaping(
-        max_new_tokens=10,
-        overlong_buffer=overlong_buffer,
-        overlong_penalty=2.0,
-        length_penalty=length_penalty,
-        norm_mean=norm_mean,
-        norm_std=norm_std,
-        clip=clip,
+    section = RewardSection(
+        overlong_buffer=overlong_buffer, overlong_penalty=2.0, norm_mean=norm_mean, norm_std=norm_std, clip=clip
     )
-    return shape_rewards(rewards, LENGTHS, shaping, running=running or RunningMoments())
+    running = running or RunningMoments()
+    return shape_rewards(rewards, LENGTHS, section, max_new_tokens=10, length_penalty=length_penalty, running=running)
 
 
 # Normalization.
