@@ -181,13 +181,14 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def beyond(self, band: ClipBand, lengths: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return the expected shares of each completion's tokens below the band, and above it."""
+        low, high = band.log_bounds_of(lengths)
         if band.is_sequence_ratio:
-            low, high = band.log_bounds_of(lengths)
             return self.sequences_below(low, lengths), 1 - self.sequences_below(high, lengths)
+        # Only the ratio of a completion has bounds by its length.
+        low, high = float(low), float(high)
         if band.is_prefix_ratio:
-            return self.prefixes_below(band.log_low, lengths), 1 - self.prefixes_below(band.log_high, lengths)
-        below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)
-        return np.full(len(lengths), below), np.full(len(lengths), above)
+            return self.prefixes_below(low, lengths), 1 - self.prefixes_below(high, lengths)
+        return np.full(len(lengths), self.tokens_below(low)), np.full(len(lengths), 1 - self.tokens_below(high))
 
 
 class NoiseSummary(NamedTuple):

@@ -1,6 +1,5 @@
 """The band that an objective clips its ratio to, and the results of a clip and of a correction."""
 
-import math
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -63,22 +62,10 @@ class ClipBand(NamedTuple):
         return self.by_length.bounds(lengths, low=self.low, high=self.high)
 
     def log_bounds_of(self, lengths: NDArray[Any]) -> tuple[float | NDArray[Any], float | NDArray[Any]]:
-        """Return `log(1 - low)` and `log(1 + high)` for completions of these lengths."""
-        if self.by_length is None:
-            return self.log_low, self.log_high
-        low, high = self.by_length.bounds(lengths, low=self.low, high=self.high)
+        """Return `log(1 - low)`, -inf without a lower bound, and `log(1 + high)` for completions of these lengths."""
+        low, high = self.bounds_of(lengths)
         with np.errstate(divide="ignore"):
-            return np.log1p(-low.clip(max=1.0)), np.log1p(high)
-
-    @property
-    def log_low(self) -> float:
-        """`log(1 - low)`."""
-        return math.log1p(-self.low) if self.low < 1 else -math.inf
-
-    @property
-    def log_high(self) -> float:
-        """`log(1 + high)`."""
-        return math.log1p(self.high)
+            return np.log1p(-np.minimum(low, 1.0)), np.log1p(high)
 
 
 class ClippedRatio(NamedTuple):
