@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.objectives.bands import ClippedRatio, Correction
-from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, bounded_ratio
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
 
 
@@ -132,7 +132,7 @@ def row_statistics(
     num_tokens = completion_mask.sum(dim=-1)
     log_token_ratio = _log_ratio(logprobs.policy, logprobs.anchor, completion_mask)
     log_weight = _log_ratio(logprobs.policy, logprobs.behavior, completion_mask)
-    token_weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    token_weight = bounded_ratio(log_weight)
     k3 = _k3(log_weight)
     columns = {
         Column.POLICY_LAG: policy_lags.clamp(min=0),

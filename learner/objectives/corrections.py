@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, bounded_ratio, log_sequence_ratio
 
 
 def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -23,7 +23,7 @@ def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: flo
     https://arxiv.org/abs/2505.24034; both have no lower bound, which is `low` = 0.
     """
     log_rho = _masked(log_rho, completion_mask)
-    return torch.where(completion_mask, _ratio(log_rho).clamp(low, high), 0.0)
+    return torch.where(completion_mask, bounded_ratio(log_rho).clamp(low, high), 0.0)
 
 
 def geometric_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -33,7 +33,7 @@ def geometric_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high:
     importance weight: its mean under mu is not 1.
     """
     log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
-    return torch.where(completion_mask, _ratio(log_mean).clamp(low, high), 0.0)
+    return torch.where(completion_mask, bounded_ratio(log_mean).clamp(low, high), 0.0)
 
 
 def sequence_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -42,13 +42,13 @@ def sequence_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: 
     A lower bound above 0 keeps rows in the loss that the policy has left.
     """
     log_product = _masked(log_rho, completion_mask).sum(dim=-1, keepdim=True)
-    return torch.where(completion_mask, _ratio(log_product).clamp(low, high), 0.0)
+    return torch.where(completion_mask, bounded_ratio(log_product).clamp(low, high), 0.0)
 
 
 def icepop(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
     """`rho` if `low <= rho <= high`, else 0, per token: IcePop, https://arxiv.org/abs/2510.18855."""
     log_rho = _masked(log_rho, completion_mask)
-    return torch.where(completion_mask & _within(log_rho, low, high), _ratio(log_rho), 0.0)
+    return torch.where(completion_mask & _within(log_rho, low, high), bounded_ratio(log_rho), 0.0)
 
 
 def sequence_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -57,7 +57,7 @@ def sequence_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high:
     `sequence_tis` with rows beyond the bound dropped instead of truncated; with `low` = 0 TRL's `sequence_mask`.
     """
     log_product = _masked(log_rho, completion_mask).sum(dim=-1, keepdim=True)
-    return torch.where(completion_mask & _within(log_product, low, high), _ratio(log_product), 0.0)
+    return torch.where(completion_mask & _within(log_product, low, high), bounded_ratio(log_product), 0.0)
 
 
 def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -115,10 +115,6 @@ def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, thresh
 
 def _masked(log_rho: Tensor, completion_mask: Tensor) -> Tensor:
     return torch.where(completion_mask, log_rho.detach(), 0.0)
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:

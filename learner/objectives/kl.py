@@ -2,10 +2,9 @@
 
 from typing import Literal, assert_never
 
-import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, bounded_ratio, log_token_ratio
 
 KlEstimator = Literal["k1", "k2", "k3"]
 """Schulman's names, http://joschu.net/blog/kl-approx.html."""
@@ -30,7 +29,7 @@ def kl_estimate(
     All inputs are `[rows, tokens]`; log-probs float32, any value outside `completion_mask`. For k3, `x` is clamped from below
     to `-LOG_RATIO_BOUND`, beyond which there is no gradient.
     """
-    log_ratio = torch.where(completion_mask, policy_logprobs - reference_logprobs, 0.0)
+    log_ratio = log_token_ratio(policy_logprobs, reference_logprobs, completion_mask)
     match estimator:
         case "k1":
             return log_ratio
@@ -64,9 +63,8 @@ def unbiased_kl(
     truncated, which would bring the bias back, except at `LOG_RATIO_BOUND`, beyond which it has no gradient. Shapes as in
     `kl_estimate`.
     """
-    log_rho = torch.where(completion_mask, policy_logprobs - behavior_logprobs, 0.0)
-    token_ratio = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    return token_ratio * kl_estimate(policy_logprobs, reference_logprobs, completion_mask, estimator=estimator)
+    log_rho = log_token_ratio(policy_logprobs, behavior_logprobs, completion_mask)
+    return bounded_ratio(log_rho) * kl_estimate(policy_logprobs, reference_logprobs, completion_mask, estimator=estimator)
 
 
 def adapt_kl_coefficient(coefficient: float, measured_kl: float, *, target: float, num_steps: int, horizon: int) -> float:

@@ -44,8 +44,7 @@ def minirl(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap:
     log_ratio = inputs.log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
     beyond = torch.where(inputs.advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    found = _weigh_kept(inputs, beyond, weight_cap)
-    return found._replace(log_ratio=log_ratio)
+    return _weigh_kept(inputs, beyond, _capped_weight(inputs, weight_cap), log_ratio)
 
 
 def sao(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses:
@@ -59,9 +58,7 @@ def sao(inputs: LossInputs, *, clip_low: float, clip_high: float) -> TokenLosses
     log_ratio = inputs.log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
     outside = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high) | (log_ratio.abs() > LOG_RATIO_BOUND)
-    dropped = outside & inputs.completion_mask & (inputs.advantages != 0)
-    token_losses = torch.where(dropped, 0.0, ratio) * reinforce(inputs).losses
-    return TokenLosses(token_losses, dropped, log_ratio)
+    return _weigh_kept(inputs, outside, ratio, log_ratio)
 
 
 def dppo_tv(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
@@ -73,7 +70,7 @@ def dppo_tv(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap
     """
     probability, of_anchor = _probabilities(inputs)
     beyond = torch.where(inputs.advantages > 0, probability - of_anchor > clip_high, of_anchor - probability > clip_low)
-    return _weigh_kept(inputs, beyond, weight_cap)
+    return _weigh_kept(inputs, beyond, _capped_weight(inputs, weight_cap))
 
 
 def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
@@ -90,7 +87,7 @@ def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap
     above = (probability > of_anchor) & (divergence > clip_high)
     below = (probability < of_anchor) & (divergence > clip_low)
     beyond = torch.where(inputs.advantages > 0, above, below)
-    return _weigh_kept(inputs, beyond, weight_cap)
+    return _weigh_kept(inputs, beyond, _capped_weight(inputs, weight_cap))
 
 
 def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLosses:
@@ -104,12 +101,8 @@ def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_cap: f
     log_ratio = inputs.log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
     positive = inputs.advantages > 0
-    dropped = (
-        torch.where(positive, ratio > 1 + clip_high, (inputs.advantages < 0) & (ratio < 1 - clip_low)) & inputs.completion_mask
-    )
-    weight = torch.where(positive, 1 / ratio, ratio).clamp(max=weight_cap)
-    token_losses = torch.where(dropped, 0.0, weight) * reinforce(inputs).losses
-    return TokenLosses(token_losses, dropped, log_ratio)
+    beyond = torch.where(positive, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return _weigh_kept(inputs, beyond, torch.where(positive, 1 / ratio, ratio).clamp(max=weight_cap), log_ratio)
 
 
 def topr(inputs: LossInputs) -> TokenLosses:
@@ -154,10 +147,14 @@ def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return policy.exp(), anchor.exp()
 
 
-def _weigh_kept(inputs: LossInputs, beyond: Tensor, weight_cap: float) -> TokenLosses:
-    """`l = -sg[min(pi/mu, weight_cap)] A policy_logprobs`, and 0 for the tokens of `beyond`, which are the clipped ones."""
-    dropped = beyond & inputs.completion_mask & (inputs.advantages != 0)
+def _capped_weight(inputs: LossInputs, weight_cap: float) -> Tensor:
+    """Return `min(pi/mu, weight_cap)` of each token, detached."""
     log_weight = log_token_ratio(inputs.policy_logprobs.detach(), inputs.behavior_logprobs, inputs.completion_mask)
-    weight = bounded_ratio(log_weight).clamp(max=weight_cap)
+    return bounded_ratio(log_weight).clamp(max=weight_cap)
+
+
+def _weigh_kept(inputs: LossInputs, beyond: Tensor, weight: Tensor, log_ratio: Tensor | None = None) -> TokenLosses:
+    """`l = -sg[weight] A policy_logprobs`, and 0 for the tokens of `beyond` with an advantage, which are the clipped ones."""
+    dropped = beyond & inputs.completion_mask & (inputs.advantages != 0)
     token_losses = torch.where(dropped, 0.0, weight) * reinforce(inputs).losses
-    return TokenLosses(token_losses, dropped, None)
+    return TokenLosses(token_losses, dropped, log_ratio)
