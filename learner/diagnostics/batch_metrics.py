@@ -24,6 +24,30 @@ SEQUENCE_WEIGHT_CAP = 8.0
 """Bound of the sequence weights in `ess/sequence_truncated`, as in VCPO: https://arxiv.org/abs/2602.17616."""
 
 
+_CLIPPED = {
+    "fraction": Column.NUM_CLIPPED,
+    "positive_above": Column.NUM_POSITIVE_ABOVE,
+    "positive_below": Column.NUM_POSITIVE_BELOW,
+    "negative_above": Column.NUM_NEGATIVE_ABOVE,
+    "negative_below": Column.NUM_NEGATIVE_BELOW,
+}
+"""The counts of the metrics `clip` and `clip_tokens`."""
+_PER_TOKEN = {
+    **{f"clip_tokens/{name}": column for name, column in _CLIPPED.items()},
+    "ratio/m2": Column.SQUARED_LOG_WEIGHT,
+    "kl/behavior_policy_k3": Column.BEHAVIOR_POLICY_K3,
+    "kl/behavior_proximal_k1": Column.BEHAVIOR_PROXIMAL_K1,
+    "kl/behavior_proximal_k3": Column.BEHAVIOR_PROXIMAL_K3,
+    "kl/proximal_policy_k1": Column.PROXIMAL_POLICY_K1,
+    "kl/proximal_policy_k3": Column.PROXIMAL_POLICY_K3,
+    "correction/masked": Column.NUM_MASKED,
+    "correction/truncated": Column.NUM_TRUNCATED,
+    "correction/log_mean": Column.CORRECTION_LOG_RATIO,
+    "correction/weight_mean": Column.CORRECTION_WEIGHT,
+}
+"""The sums of metrics that are means per token; nan in the table of an objective that has no such quantity."""
+
+
 class EngineNoise(NamedTuple):
     """The measured noise of the engine's log-probs, and the band that clips it."""
 
@@ -97,7 +121,9 @@ def _measured(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _metrics_of(rows: NDArray[np.float64], noise: EngineNoise | None) -> dict[str, float]:
     measured = _measured(rows)
-    metrics = {**_ratios(measured), **_clips(rows), **_effective_sizes(measured), **_divergences(rows), **_corrections(rows)}
+    per_token = {name: _per_token(rows, column) for name, column in _PER_TOKEN.items() if _is_measured(rows, column)}
+    metrics = {**_ratios(measured), **_clips(rows), **_effective_sizes(measured), **per_token}
+    metrics["kl/behavior_policy_k1"] = -_per_token(rows, Column.LOG_SEQUENCE_WEIGHT)
     return metrics if noise is None else metrics | _noise_and_drift(rows, noise, metrics)
 
 
@@ -114,22 +140,16 @@ def _ratios(measured: NDArray[np.float64]) -> dict[str, float]:
         "ratio/log_p95": float(p95),
         "ratio/first": float(np.abs(np.expm1(log_ratio.clip(max=LOG_RATIO_BOUND))).mean()),
         "ratio/token_log_abs_max": float(measured[:, Column.LARGEST_LOG_TOKEN_RATIO].max()),
-        "ratio/m2": _per_token(measured, Column.SQUARED_LOG_WEIGHT),
     }
 
 
 def _clips(rows: NDArray[np.float64]) -> dict[str, float]:
-    categories = {"fraction": Column.NUM_CLIPPED}
-    if _is_measured(rows, Column.NUM_POSITIVE_ABOVE):
-        categories |= {
-            "positive_above": Column.NUM_POSITIVE_ABOVE,
-            "positive_below": Column.NUM_POSITIVE_BELOW,
-            "negative_above": Column.NUM_NEGATIVE_ABOVE,
-            "negative_below": Column.NUM_NEGATIVE_BELOW,
-        }
     num_tokens = rows[:, Column.NUM_TOKENS].clip(min=1)
-    of_completions = {f"clip/{name}": float((rows[:, column] / num_tokens).mean()) for name, column in categories.items()}
-    return of_completions | {f"clip_tokens/{name}": _per_token(rows, column) for name, column in categories.items()}
+    return {
+        f"clip/{name}": float((rows[:, column] / num_tokens).mean())
+        for name, column in _CLIPPED.items()
+        if _is_measured(rows, column)
+    }
 
 
 def _effective_sizes(measured: NDArray[np.float64]) -> dict[str, float]:
@@ -147,32 +167,6 @@ def _effective_share(log_weights: NDArray[np.float64]) -> float:
     # The share does not change with the scale: with the largest weight at 1 nothing overflows.
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
-
-
-def _divergences(rows: NDArray[np.float64]) -> dict[str, float]:
-    divergences = {
-        "kl/behavior_policy_k1": -_per_token(rows, Column.LOG_SEQUENCE_WEIGHT),
-        "kl/behavior_policy_k3": _per_token(rows, Column.BEHAVIOR_POLICY_K3),
-    }
-    if _is_measured(rows, Column.BEHAVIOR_PROXIMAL_K1):
-        divergences |= {
-            "kl/behavior_proximal_k1": _per_token(rows, Column.BEHAVIOR_PROXIMAL_K1),
-            "kl/behavior_proximal_k3": _per_token(rows, Column.BEHAVIOR_PROXIMAL_K3),
-            "kl/proximal_policy_k1": _per_token(rows, Column.PROXIMAL_POLICY_K1),
-            "kl/proximal_policy_k3": _per_token(rows, Column.PROXIMAL_POLICY_K3),
-        }
-    return divergences
-
-
-def _corrections(rows: NDArray[np.float64]) -> dict[str, float]:
-    if not _is_measured(rows, Column.NUM_MASKED):
-        return {}
-    return {
-        "correction/masked": _per_token(rows, Column.NUM_MASKED),
-        "correction/truncated": _per_token(rows, Column.NUM_TRUNCATED),
-        "correction/log_mean": _per_token(rows, Column.CORRECTION_LOG_RATIO),
-        "correction/weight_mean": _per_token(rows, Column.CORRECTION_WEIGHT),
-    }
 
 
 def _noise_and_drift(rows: NDArray[np.float64], noise: EngineNoise, metrics: dict[str, float]) -> dict[str, float]:
