@@ -11,12 +11,9 @@ beside them.
 import math
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.objectives.bands import ClippedRatio, Correction
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, bounded_ratio
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
@@ -83,13 +80,6 @@ K3_OF_TURNS = (
 TURN_BUCKETS = {"1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, math.inf)}
 """First and last turn of each bucket, counted from 1 in the order in which they were asked for, by the bucket's name."""
 
-_FIRST_TURNS = np.array([first for first, _ in TURN_BUCKETS.values()])
-
-
-def turn_buckets(rollout: Rollout) -> NDArray[np.int64]:
-    """Return the index in `TURN_BUCKETS` of each sampled token's turn, `[num_tokens]`."""
-    return np.searchsorted(_FIRST_TURNS, 1 + rollout.token_turns, side="right") - 1
-
 
 class Broken(IntEnum):
     """The reason why a completion is left out."""
@@ -120,12 +110,12 @@ def row_statistics(
     advantages: Tensor,
     row_weights: Tensor,
     policy_lags: Tensor,
-    turn_buckets: Tensor,
+    turns: Tensor,
 ) -> Tensor:
     """Return the table of a micro-batch, `[rows, len(Column)]` float64, detached.
 
     `policy_lags` and `row_weights`: `[rows]`; all others `[rows, tokens]`, with any value outside the mask. `row_weights` are
-    those of `aggregate`; `turn_buckets` are indices of `K3_OF_TURNS`. Differences are taken in float64: a log-ratio of 1e-4
+    those of `aggregate`; `turns` count from 0. Differences are taken in float64: a log-ratio of 1e-4
     beside log-probs of size 10 keeps its digits, also squared. Logs are clamped to `LOG_RATIO_BOUND` before `exp`, as in the
     objectives.
     """
@@ -151,7 +141,10 @@ def row_statistics(
         # For the caller to fill: it knows the groups, and the mask has no broken completions any more.
         Column.GROUP: torch.zeros_like(num_tokens),
         Column.BROKEN: torch.zeros_like(num_tokens),
-        **{column: _total(k3 * (turn_buckets == index), completion_mask) for index, column in enumerate(K3_OF_TURNS)},
+        **{
+            column: _total(k3 * ((turns >= first - 1) & (turns < last)), completion_mask)
+            for column, (first, last) in zip(K3_OF_TURNS, TURN_BUCKETS.values(), strict=True)
+        },
     }
     if evaluation.clipped_ratio is not None:
         columns |= _clip_columns(evaluation.clipped_ratio, completion_mask, advantages)

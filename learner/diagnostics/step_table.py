@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offbeat.learner.calibration.bound_noise import NoiseBySign
 from offbeat.learner.diagnostics.batch_metrics import EngineNoise, Metrics, group_metrics, loss_metrics
-from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, TURN_BUCKETS, Broken, Column, turn_buckets
+from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, TURN_BUCKETS, Broken, Column
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.objective import Objective
 
@@ -84,17 +84,15 @@ def turn_metrics(groups: Sequence[Group], policy_version: int, table: Tensor) ->
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if all(rollout.num_turns == 1 for rollout in rollouts):
         return {}
-    buckets = np.concatenate([turn_buckets(rollout) for rollout in rollouts])
+    turns = np.concatenate([rollout.token_turns for rollout in rollouts])
     lags = np.concatenate([rollout.token_lags(policy_version) for rollout in rollouts]).clip(min=0)
-    num_tokens = np.bincount(buckets, minlength=len(TURN_BUCKETS))
-    lag_sums = np.bincount(buckets, weights=lags, minlength=len(TURN_BUCKETS))
-    k3_sums = table[:, list(K3_OF_TURNS)].sum(dim=0).tolist()
     metrics: dict[str, float] = {}
-    for name, tokens, lag_sum, k3_sum in zip(TURN_BUCKETS, num_tokens.tolist(), lag_sums.tolist(), k3_sums, strict=True):
-        if tokens:
-            metrics[f"by_turn/{name}/tokens"] = tokens
-            metrics[f"by_turn/{name}/lag_mean"] = lag_sum / tokens
-            metrics[f"by_turn/{name}/kl_behavior_policy_k3"] = k3_sum / tokens
+    for column, (name, (first, last)) in zip(K3_OF_TURNS, TURN_BUCKETS.items(), strict=True):
+        in_bucket = (turns >= first - 1) & (turns < last)
+        if num_tokens := int(in_bucket.sum()):
+            metrics[f"by_turn/{name}/tokens"] = num_tokens
+            metrics[f"by_turn/{name}/lag_mean"] = float(lags[in_bucket].mean())
+            metrics[f"by_turn/{name}/kl_behavior_policy_k3"] = table[:, column].sum().item() / num_tokens
     return metrics
 
 

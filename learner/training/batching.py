@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from offbeat.common.models.images import ImageFile
-from offbeat.learner.diagnostics.row_statistics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.objective import group_logprob
 from offbeat.learner.policy.images import ImagePacker
@@ -69,8 +68,6 @@ class MicroBatch(NamedTuple):
     """`[rows, tokens]` int64: optimizer steps since each token was sampled, signed like `policy_lags`."""
     turns: Tensor
     """`[rows, tokens]` int64: the turn of each token, counted from 0."""
-    turn_buckets: Tensor
-    """`[rows, tokens]` int64: `learner.diagnostics.row_statistics.turn_buckets`."""
     groups: Tensor
     """`[rows]` int64: index of each row's group in the step."""
     group_logprobs: Tensor
@@ -273,7 +270,6 @@ def collate(rows: Sequence[TrainingRow], images: ImagePacker | None = None) -> M
         policy_lags=integers([row.policy_lag for row in rows]),
         token_lags=by_token([row.rollout.token_lags(row.policy_version) for row in rows], np.int64),
         turns=by_token([row.rollout.token_turns for row in rows], np.int64),
-        turn_buckets=by_token([turn_buckets(row.rollout) for row in rows], np.int64),
         groups=integers([row.group for row in rows]),
         group_logprobs=floats([row.group_logprob for row in rows]),
     )

@@ -136,7 +136,7 @@ def compute_loss(
         advantages=prepared.advantages,
         row_weights=micro_batch.weights,
         policy_lags=micro_batch.policy_lags,
-        turn_buckets=micro_batch.turn_buckets,
+        turns=micro_batch.turns,
     )
     table[:, Column.GROUP], table[:, Column.BROKEN] = micro_batch.groups, broken
     return MicroBatchLoss(aggregate(losses, mask, micro_batch.weights, mode=objective.aggregation), table, mask, sums)

@@ -140,7 +140,7 @@ def run_step(model: nn.Module, micro_batches: list[MicroBatch], direction: Gradi
                     advantages=advantages,
                     row_weights=row_weights,
                     policy_lags=policy_lags,
-                    turn_buckets=torch.zeros_like(mask, dtype=torch.int64),
+                    turns=torch.zeros_like(mask, dtype=torch.int64),
                 )
             )
     with clock.on("metrics"):

@@ -93,7 +93,7 @@ def statistics_of(inputs: dict[str, Any]) -> Tensor:
         PolicyLogprobs(inputs["policy_logprobs"], inputs["behavior_logprobs"], inputs["proximal_logprobs"]),
         Evaluation(inputs["token_losses"], inputs["clipped"], inputs["band"], inputs["correction"]),
         **{name: inputs[name] for name in ("completion_mask", "advantages", "row_weights", "policy_lags")},
-        turn_buckets=torch.zeros_like(inputs["completion_mask"], dtype=torch.int64),
+        turns=torch.zeros_like(inputs["completion_mask"], dtype=torch.int64),
     )
 
 

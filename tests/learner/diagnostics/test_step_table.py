@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offbeat.common.records.step_metrics import step_metric
-from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, TURN_BUCKETS, Column, row_statistics, turn_buckets
+from offbeat.learner.diagnostics.row_statistics import TURN_BUCKETS, Column, row_statistics
 from offbeat.learner.diagnostics.step_table import GradientDirection, turn_metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
@@ -24,17 +24,17 @@ def group_of(*rollouts: Rollout) -> Group:
     return Group(0, 0, np.array([1], dtype=np.int32), rollouts, "actor", 0.0)
 
 
-def table_of(log_ratios: list[list[float]], buckets: list[list[int]]) -> torch.Tensor:
+def table_of(log_ratios: list[list[float]], turns: list[list[int]]) -> torch.Tensor:
     policy = torch.tensor(log_ratios, dtype=torch.float64)
     zeros = torch.zeros_like(policy)
     return row_statistics(
         PolicyLogprobs(policy, zeros, None),
         Evaluation(zeros, zeros.bool(), None, None),
-        completion_mask=torch.tensor(buckets) >= 0,
+        completion_mask=torch.tensor(turns) >= 0,
         advantages=zeros,
         row_weights=torch.ones(len(policy)),
         policy_lags=torch.zeros(len(policy), dtype=torch.int64),
-        turn_buckets=torch.tensor(buckets).clamp(min=0),
+        turns=torch.tensor(turns).clamp(min=0),
     )
 
 
@@ -71,9 +71,11 @@ def test_step_whose_completions_have_one_turn_each_has_no_metrics_of_turns() -> 
 
 def test_turns_beyond_the_last_bucket_share_it() -> None:
     many = rollout(12, turns=tuple(Turn(1, 1) for _ in range(12)))
-    assert turn_buckets(many).tolist() == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
-    assert turn_buckets(rollout(3)).tolist() == [0, 0, 0]
-    assert len(K3_OF_TURNS) == len(TURN_BUCKETS)
+    table = table_of([[0.5] * 12], [list(range(12))])
+    metrics = turn_metrics([group_of(many)], 9, table)
+    assert [metrics[f"by_turn/{name}/tokens"] for name in TURN_BUCKETS] == [1, 1, 2, 4, 4]
+    k3 = math.exp(0.5) - 1.5
+    assert [metrics[f"by_turn/{name}/kl_behavior_policy_k3"] for name in TURN_BUCKETS] == pytest.approx([k3] * 5)
 
 
 def test_cosine_is_with_the_call_before_and_absent_in_the_first():

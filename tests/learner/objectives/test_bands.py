@@ -75,7 +75,7 @@ def test_each_row_is_clipped_at_its_own_bound_and_counted_there() -> None:
         advantages=advantages,
         row_weights=torch.ones(2),
         policy_lags=torch.zeros(2),
-        turn_buckets=torch.zeros(2, 1000, dtype=torch.long),
+        turns=torch.zeros(2, 1000, dtype=torch.long),
     )
     assert table[:, Column.NUM_POSITIVE_ABOVE].tolist() == [0, 1000]
 

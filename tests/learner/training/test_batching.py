@@ -83,7 +83,7 @@ def test_context_of_an_environment_is_read_and_not_trained_on() -> None:
     assert batch.pack.targets.tolist() == [101, 102, 103]
     assert batch.pack.predictors.tolist() == [1, 2, 5]
     assert batch.behavior_logprobs.tolist() == [[-1, -2, -3]]
-    assert batch.turns.tolist() == batch.turn_buckets.tolist() == [[0, 0, 1]]
+    assert batch.turns.tolist() == [[0, 0, 1]]
     of_two = assign_rows([row, row._replace(group=1)], micro_batch_tokens=6, world_size=1)
     assert [len(micro_batch) for micro_batch in of_two[0]] == [1, 1], "context counts as an input"
 
