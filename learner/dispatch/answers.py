@@ -102,7 +102,6 @@ class Answers:
             self._rejections.count(member.name, flaw)
             report(self._record, EventRow(event="group_rejected", detail=flaw, actor=member.name, lease_id=lease_id))
             self._failures.count_lease(f"a group of {member.name} that cannot be trained on: {flaw}.")
-        self._evaluations.end_round()
 
     def take_failure(self, member: Member, failure: LeaseFailed) -> None:
         """Book and acknowledge a lease that an actor gives back, or has failed on."""
@@ -126,7 +125,6 @@ class Answers:
         self._desk.release(member, lease_id)
         self._failed_leases.report(EventRow(event=failure.reason, detail=failure.detail, actor=member.name, lease_id=lease_id))
         self._failures.count_lease(f"{failure.reason}: {failure.detail}. {_CURES.get(failure.reason, _REPAIR)}")
-        self._evaluations.end_round()
         return True
 
     def _answer_stray(self, member: Member, lease_id: int) -> None:

@@ -78,23 +78,25 @@ class EvaluationLeases:
         rollouts = unpack(done.completions, arrays)
         prompt = self._prompts[current.complete(done.lease_id, rollouts)]
         self._samples.record(prompt, rollouts[0], current.policy_version)
+        self._end_finished()
 
     def give_back(self, lease_id: int) -> None:
         """End a lease whose group will not come from its actor; its prompt goes to another."""
         self._current().give_back(lease_id)
+        self._end_finished()
 
     def fail(self, lease_id: int, reason: str) -> None:
         """End a lease that brought nothing usable; its prompt gets another try, up to `MAX_LEASE_ATTEMPTS`."""
         self._current().fail(lease_id)
+        self._end_finished()
 
-    def end_round(self) -> None:
+    def _end_finished(self) -> None:
         """Record the current round and end it, if all of its leases have ended."""
-        current = self.rounds.current
-        if current is None or not current.is_finished:
-            return
-        self.rounds.end()
-        self._finish(current.row(self._sets, self._pass_reward), current.rollouts)
-        self._wake()
+        current = self._current()
+        if current.is_finished:
+            self.rounds.end()
+            self._finish(current.row(self._sets, self._pass_reward), current.rollouts)
+            self._wake()
 
     def _current(self) -> Round:
         assert self.rounds.current is not None, "the lease is of no round"
@@ -212,7 +214,6 @@ class LeaseDesk:
         if self._evaluations.holds(lease_id):
             self.release(member, lease_id)
             self._evaluations.give_back(lease_id)
-            self._evaluations.end_round()
         elif self._journal.ledger.status(lease_id) == "generating":
             self._expire(lease_id, reason)
             self.release(member, lease_id)
@@ -259,7 +260,6 @@ class LeaseDesk:
                     # An attempt, because a prompt that is late each time would hold up its round forever.
                     self.release(member, lease_id)
                     self._evaluations.fail(lease_id, reason)
-                    self._evaluations.end_round()
                 else:
                     self.give_back(member, lease_id, reason)
         # No deadline is ever moved forward, and leases to come have their whole time.
