@@ -1,6 +1,7 @@
 """The publisher's memory of each actor: the version sent, the failures, the time until which updates leave the actor out."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class ActorVersions:
         """Give actors `timeout_s` to commit what they were sent."""
         self._timeout_s = timeout_s
         self._clock = clock
-        self._by_peer: dict[bytes, ActorVersion] = {}
+        self._by_peer = defaultdict[bytes, ActorVersion](ActorVersion)
         self._eligible: Set[bytes] = frozenset()
         """Actors that the collective can reach; the others always pull."""
         self._has_anyone_weights = False
@@ -81,7 +82,8 @@ class ActorVersions:
         """
         self._eligible = eligible
         self._has_anyone_weights = any(recipient.policy_version is not None for recipient in recipients)
-        self._by_peer = {recipient.peer: self._find(recipient.peer) for recipient in recipients}
+        for peer in self._by_peer.keys() - {recipient.peer for recipient in recipients}:
+            del self._by_peer[peer]
         for recipient in recipients:
             actor = self._by_peer[recipient.peer]
             sent = newest if actor.sent_version is None else min(newest, actor.sent_version)
@@ -112,7 +114,7 @@ class ActorVersions:
         """Exclude the actors that have not committed in time what they were sent."""
         deadline = self._clock() - self._timeout_s
         for recipient in recipients:
-            actor = self._find(recipient.peer)
+            actor = self._by_peer[recipient.peer]
             is_awaited = self._is_behind(recipient, newest) and self._is_awaited(recipient, newest)
             if is_awaited and actor.sent_at < deadline:
                 why = f"did not commit version {actor.sent_version} within {self._timeout_s:g} s (weights.timeout_s)"
@@ -126,7 +128,7 @@ class ActorVersions:
         """
         if not self._is_behind(recipient, newest):
             return False
-        actor = self._record(recipient.peer)
+        actor = self._by_peer[recipient.peer]
         actor.num_breaks += 1
         if actor.num_breaks > 1 or self._must_pull(recipient) or error.startswith(WRONG_CHECKSUM):
             self.exclude(recipient.peer, recipient.name, f"could not take the weights: {error}")
@@ -136,13 +138,13 @@ class ActorVersions:
 
     def note_sent(self, peer: bytes, policy_version: int) -> None:
         """Note that an actor has the bytes of this version, and should commit it."""
-        actor = self._record(peer)
+        actor = self._by_peer[peer]
         actor.sent_version, actor.sent_at = policy_version, self._clock()
 
     def exclude(self, peer: bytes, name: str, why: str) -> None:
         """Leave an actor out of updates for a while, twice as long each time in a row; afterwards it pulls."""
         now = self._clock()
-        actor = self._record(peer)
+        actor = self._by_peer[peer]
         if now - actor.excluded_until > LONGEST_EXCLUSION_S:
             actor.num_failures = 0
         actor.num_failures += 1
@@ -167,25 +169,19 @@ class ActorVersions:
             if actor.excluded_until > now
         ]
 
-    def _find(self, peer: bytes) -> ActorVersion:
-        return self._by_peer.get(peer, ActorVersion())
-
-    def _record(self, peer: bytes) -> ActorVersion:
-        return self._by_peer.setdefault(peer, ActorVersion())
-
     def _is_behind(self, recipient: Recipient, newest: int) -> bool:
         """Return whether the actor lacks the newest version, and is not left out."""
         has_newest = recipient.policy_version is not None and recipient.policy_version >= newest
-        return not has_newest and self._find(recipient.peer).excluded_until <= self._clock()
+        return not has_newest and self._by_peer[recipient.peer].excluded_until <= self._clock()
 
     def _is_awaited(self, recipient: Recipient, newest: int) -> bool:
         """Return whether the actor has to commit what it was sent before it can be sent more."""
-        sent = self._find(recipient.peer).sent_version
+        sent = self._by_peer[recipient.peer].sent_version
         if sent is None or (recipient.policy_version is not None and recipient.policy_version >= sent):
             return False
         return sent == newest or self._must_pull(recipient)
 
     def _must_pull(self, recipient: Recipient) -> bool:
-        actor = self._find(recipient.peer)
+        actor = self._by_peer[recipient.peer]
         has_nothing = recipient.policy_version is None and actor.sent_version is None
         return not self.is_eligible(recipient) or actor.needs_pull or (has_nothing and self._has_anyone_weights)

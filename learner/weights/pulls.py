@@ -26,14 +26,6 @@ class Pull(NamedTuple):
     """True when `WeightPull` was posted on the connection that the actor has now."""
 
 
-class LatePull(NamedTuple):
-    """An actor that did not go on pulling, or did not commit, in time."""
-
-    peer: bytes
-    name: str
-    why: str
-
-
 class PullService:
     """The pulls under way. All pull the same snapshot, which is lent until the last of them ends.
 
@@ -137,16 +129,16 @@ class PullService:
             if peer not in live or (version is not None and version >= pull.policy_version):
                 self.end(peer)
 
-    def late(self) -> list[LatePull]:
-        """Return the actors that asked for nothing for too long."""
+    def late(self) -> list[tuple[bytes, str, str]]:
+        """Return address, name and failure of each actor that did not go on pulling, or did not commit, in time."""
         now = time.monotonic()
         limit_s = self._transport.timeout_s
-        late: list[LatePull] = []
+        late: list[tuple[bytes, str, str]] = []
         for peer, pull in self._pulls.items():
             visitor = self._server.visitor(peer)
             if now - visitor.asked_at > limit_s:
                 failing = self._failing(visitor.num_requests, pull.policy_version)
-                late.append(LatePull(peer, pull.name, f"{failing} within {limit_s:g} s (weights.timeout_s)"))
+                late.append((peer, pull.name, f"{failing} within {limit_s:g} s (weights.timeout_s)"))
         return late
 
     def end(self, peer: bytes) -> None:

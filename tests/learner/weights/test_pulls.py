@@ -118,6 +118,6 @@ def test_actor_that_asks_for_nothing_for_too_long_is_late(monkeypatch: pytest.Mo
     assert bench.pulls.late()[1] == (b"b", "b", "did not commit version 3 within 5 s (weights.timeout_s)")
     assert bench.pulls.problems()[0] == "a pulls weights 3: asked for 2 of 3 chunks"
     bench.server.visitors[b"a"] = Visitor(began)
-    assert bench.pulls.late()[0].why == (
+    assert bench.pulls.late()[0][2] == (
         "neither asked for a chunk of version 3 nor committed it within 5 s (weights.timeout_s)"
     )
