@@ -1,6 +1,6 @@
 """The connection to actors: the sockets that are bound, the thread that serves the hub, and the link for other threads.
 
-actors <-> Hub <-> HubThread <-> Dispatcher <- ActorLink <- weight publisher, live page, the end of the run
+actors <-> Hub <-> HubThread <-> Dispatcher <- ActorLink <- weight publisher, the end of the run
 """
 
 import logging
@@ -19,7 +19,7 @@ from offbeat.learner.weights.actor_versions import Recipient
 from offbeat.protocols.addresses import address_file, host_of, reachable
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.connection_limits import FILES_PER_PEER
-from offbeat.protocols.messages import HEARTBEAT_S, Ack, LearnerMessage, Refused, StatusReport
+from offbeat.protocols.messages import HEARTBEAT_S, Ack, LearnerMessage, Refused
 from offbeat.protocols.wire import UnknownMessageError, WireError
 
 logger = logging.getLogger(__name__)
@@ -183,14 +183,6 @@ class ActorLink:
         """Send a message to the actor at this address, soon."""
         self._dispatcher.post(peer, message)
         self._hub_thread.wake()
-
-    def status(self) -> StatusReport:
-        """Return the state of the run, as `offbeat status` shows it."""
-        return self._dispatcher.status_report()
-
-    def silence_s(self) -> float:
-        """Return the seconds since the hub's thread last turned."""
-        return self._dispatcher.silence_s()
 
     def fail(self, error: BaseException) -> None:
         """Make the training thread raise this."""

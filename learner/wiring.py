@@ -68,7 +68,7 @@ def run_learner(config: Config, stop: StopRequest, report_command: Sequence[str]
         with stop.at_once(LOADING), doing(logger, "loading the model"):
             learner = open_learner(config, inputs, hub, outlets.health, started, host=host)
             outlets.wait_loaded()
-        with outlets.showing(config, learner.link):
+        with outlets.showing(config, learner.loop.dispatcher):
             return learner.run(stop)
 
 

@@ -16,8 +16,8 @@ from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config
 from offbeat.common.user_code.callback import Callback
 from offbeat.learner.diagnostics.health import Health, update_troubles
+from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import report
-from offbeat.learner.hub import ActorLink
 from offbeat.learner.reporting.live_page import LivePage, serving
 from offbeat.learner.reporting.terminal import Progress
 from offbeat.learner.reporting.tracking import tracking
@@ -41,11 +41,11 @@ class Outlets(NamedTuple):
             self.callback.wait_loaded()
 
     @contextmanager
-    def showing(self, config: Config, link: ActorLink) -> Iterator[None]:
-        """Show the run in the terminal, and on the live page with the link's status."""
+    def showing(self, config: Config, dispatcher: Dispatcher) -> Iterator[None]:
+        """Show the run in the terminal, and on the live page with the dispatcher's status."""
         with ExitStack() as stack:
             if self.page is not None:
-                routes = self.page.routes(link.status, link.silence_s)
+                routes = self.page.routes(dispatcher.status_report, dispatcher.silence_s)
                 stack.enter_context(serving(routes, config.metrics.bind, Path(config.run.dir)))
             stack.enter_context(self.progress)
             yield

@@ -119,7 +119,9 @@ class OpenedFolder(NamedTuple):
 
     def report(self, record: Recorder) -> None:
         """Log and record what was found."""
-        report_damaged(self.damaged, record)
+        for detail in self.damaged:
+            logger.warning(detail)
+            record(EventRow(event="checkpoint_damaged", detail=detail))
         run_identity.report_changes(self.changes, record)
 
 
@@ -330,13 +332,6 @@ def _run_id_in(folder: Path) -> str | None:
         return _state_in(folder).run_id
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def report_damaged(said: Sequence[str], record: Recorder) -> None:
-    """Warn of damaged checkpoints, and record them."""
-    for detail in said:
-        logger.warning(detail)
-        record(EventRow(event="checkpoint_damaged", detail=detail))
 
 
 def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:

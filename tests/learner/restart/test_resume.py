@@ -178,7 +178,8 @@ def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_t
     (older / "extra.bin").unlink()
     trainer = FakeTrainer()
     rows: list[dict[str, Any]] = []
-    resume.report_damaged(resume.set_damaged_aside(tmp_path, "run"), lambda row: rows.append(row_fields(row)))
+    opened = resume.OpenedFolder(IDENTITY, resume.set_damaged_aside(tmp_path, "run"), [])
+    opened.report(lambda row: rows.append(row_fields(row)))
     loaded = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
     assert loaded is not None
     assert (trainer.policy_version, loaded.dispatcher) == (0, states[0])
