@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -117,9 +117,18 @@ class Member:
         return bool(self.mismatches)
 
     @property
+    def state(self) -> Literal["quarantined", "unreachable", "new", "working"]:
+        """The first reason why the actor may be sent no leases, `new` where it lacks weights; `working` without a reason."""
+        if self.is_quarantined:
+            return "quarantined"
+        if not self.is_reachable:
+            return "unreachable"
+        return "new" if self.policy_version is None else "working"
+
+    @property
     def takes_leases(self) -> bool:
-        """True when the actor may be sent leases, if it has room. An actor without weights takes none."""
-        return self.policy_version is not None and self.is_reachable and not self.is_quarantined
+        """True when the actor may be sent leases, if it has room."""
+        return self.state == "working"
 
     @property
     def free(self) -> int:
@@ -132,16 +141,10 @@ class Member:
 
     def status(self, now: float) -> messages.MemberStatus:
         """Describe the member to the operator; `now` is on the clock of `last_heard`."""
-        if self.is_quarantined:
-            state = "quarantined"
-        elif not self.is_reachable:
-            state = "unreachable"
-        else:
-            state = "new" if self.policy_version is None else "working"
         engine = self.hello.engine
         return messages.MemberStatus(
             name=self.name,
-            state=state,
+            state=self.state,
             policy_version=-1 if self.policy_version is None else self.policy_version,
             num_leases=len(self.lease_ids),
             capacity=self.capacity,

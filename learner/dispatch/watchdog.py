@@ -229,13 +229,13 @@ class Watchdog:
 
     def _inability(self, members: Sequence[Member]) -> Late | None:
         """Return the reasons why no member can take a lease; None when one can."""
-        by_reason: dict[str, list[str]] = {}
+        by_cause: dict[tuple[str, str], list[str]] = {}
         for member in members:
-            by_reason.setdefault(_inability(member), []).append(member.name)
-        if "" in by_reason:
-            return None
-        detail = "; ".join(f"{_INABILITIES[name]}: {_names(actors)}" for name, actors in by_reason.items())
-        return Late(next(iter(by_reason)) if len(by_reason) == 1 else "unable", detail)
+            if member.takes_leases and member.capacity:
+                return None
+            by_cause.setdefault(_INABILITIES[member.state], []).append(member.name)
+        detail = "; ".join(f"{words}: {_names(actors)}" for (_, words), actors in by_cause.items())
+        return Late(next(iter(by_cause))[0] if len(by_cause) == 1 else "unable", detail)
 
     def _hold(self) -> Late:
         """Return the reason why a member that can take leases has none."""
@@ -292,22 +292,12 @@ class Watchdog:
 
 
 _INABILITIES = {
-    "all_quarantined": "in quarantine",
-    "unreachable": "cannot be reached",
-    "no_weights": "without weights",
-    "no_credit": "without credit",
+    "quarantined": ("all_quarantined", "in quarantine"),
+    "unreachable": ("unreachable", "cannot be reached"),
+    "new": ("no_weights", "without weights"),
+    "working": ("no_credit", "without credit"),
 }
-
-
-def _inability(member: Member) -> str:
-    """Return the reason why a member can take no lease, a key of `_INABILITIES`; empty for one that can."""
-    if member.is_quarantined:
-        return "all_quarantined"
-    if not member.is_reachable:
-        return "unreachable"
-    if member.policy_version is None:
-        return "no_weights"
-    return "" if member.capacity else "no_credit"
+"""The cause for which a member in each state can take no lease, and its words."""
 
 
 def _names(actors: Sequence[str]) -> str:
