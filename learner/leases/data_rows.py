@@ -19,7 +19,7 @@ from offbeat.common.errors import SettingError, one_line
 from offbeat.common.settings.config import NO_ENVIRONMENT, Environment
 from offbeat.common.settings.loading import is_local_data
 from offbeat.common.user_code.external_environment import environment_rows, is_environment_rows
-from offbeat.common.user_code.functions import is_function, load_function, located
+from offbeat.common.user_code.functions import is_function, load_function, mistakes_of
 from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
@@ -105,16 +105,13 @@ def _own_rows(path: str, split: str, setting: str) -> list[DataRow]:
 
 def _yielded(path: str, split: str, setting: str) -> Iterator[tuple[int, object]]:
     function = load_function(path, setting=setting)
-    try:
+    with mistakes_of(setting, path):
         # By keyword, so that a run's settings cannot call any function of Python with any text.
         rows = function(split=split)
-        if not isinstance(rows, Iterable):
-            raise SettingError(setting, path, f"it returned {type(rows).__name__}", "Return or yield rows, each a dict.")
+    if not isinstance(rows, Iterable):
+        raise SettingError(setting, path, f"it returned {type(rows).__name__}", "Return or yield rows, each a dict.")
+    with mistakes_of(setting, path):
         yield from enumerate(itertools.islice(rows, LARGEST_SOURCE + 1))
-    except (Exception, SystemExit) as error:  # the user's code
-        if isinstance(error, SettingError):
-            raise
-        raise SettingError(setting, path, f"it raised {located(error)}", "Correct the function.") from error
 
 
 def _own_row(fields: object, place: str, path: str, setting: str) -> DataRow:
