@@ -76,18 +76,34 @@ MAX_VERSIONS = 33
 """Versions kept; one of Qwen3-30B-A3B takes 200 KB."""
 
 
-class RoutingHistory:
-    """The newest `max_versions` routings of the same tokens. One thread adds; any thread may call `engine_metrics`."""
+class RoutingComparison:
+    """Records how the routing of the canary changes between versions, and how the engines' differs from the learner's.
 
-    def __init__(self, max_versions: int = MAX_VERSIONS) -> None:
+    It keeps the newest routings of the same tokens. One thread adds; any thread may compare.
+    """
+
+    def __init__(self, interval: int, publish_interval: int, record: Recorder, max_versions: int = MAX_VERSIONS) -> None:
+        """`interval` is in optimizer steps, 0 for no rows; a version is published every `publish_interval` steps."""
+        self._interval = interval
+        self._publish_interval = publish_interval
+        self._record = record
         self._max_versions = max_versions
         self._routings: dict[int, Routing] = {}
 
-    def add(self, policy_version: int, routing: Routing) -> None:
-        """Keep the routing of the learner's model under this version, which is newer than those before."""
+    def add(self, policy_version: int, routing: Routing | None) -> None:
+        """Keep the learner's routing under a version, newer than those before; None for a dense model."""
+        if routing is None or not self._interval:
+            return
         self._routings[policy_version] = routing
         if len(self._routings) > self._max_versions:
             del self._routings[next(iter(self._routings))]
+        if self._is_due(policy_version):
+            self._record(RoutingRow(policy_version=policy_version, metrics=self.metrics()))
+
+    def compare(self, actor: str, policy_version: int, experts: NDArray) -> None:
+        """Record how an engine's routing, `experts` `[tokens, layers, top_k]`, differs from the learner's."""
+        if self._is_due(policy_version) and (metrics := self.engine_metrics(policy_version, experts)):
+            self._record(RoutingRow(actor=actor, policy_version=policy_version, metrics=metrics))
 
     def metrics(self) -> dict[str, float]:
         """Compute metrics of the newest version, and of its distance from older ones; empty before the first version.
@@ -127,34 +143,10 @@ class RoutingHistory:
         copied = torch.from_numpy(experts.astype("int64"))
         return _named("engine_", routing_metrics(routing.experts, copied))
 
-
-def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"routing/{prefix}{name}": value for name, value in metrics.items()}
-
-
-class RoutingComparison:
-    """Records how the routing of the canary changes between versions, and how the engines' differs from the learner's."""
-
-    def __init__(self, interval: int, publish_interval: int, record: Recorder) -> None:
-        """`interval` is in optimizer steps, 0 for no rows; a version is published every `publish_interval` steps."""
-        self._interval = interval
-        self._publish_interval = publish_interval
-        self._record = record
-        self._history = RoutingHistory()
-
-    def add(self, policy_version: int, routing: Routing | None) -> None:
-        """Keep the learner's routing under a version, newer than those before; None for a dense model."""
-        if routing is None or not self._interval:
-            return
-        self._history.add(policy_version, routing)
-        if self._is_due(policy_version):
-            self._record(RoutingRow(policy_version=policy_version, metrics=self._history.metrics()))
-
-    def compare(self, actor: str, policy_version: int, experts: NDArray) -> None:
-        """Record how an engine's routing, `experts` `[tokens, layers, top_k]`, differs from the learner's."""
-        if self._is_due(policy_version) and (metrics := self._history.engine_metrics(policy_version, experts)):
-            self._record(RoutingRow(actor=actor, policy_version=policy_version, metrics=metrics))
-
     def _is_due(self, policy_version: int) -> bool:
         """Return whether this is the first version published in its interval."""
         return self._interval > 0 and policy_version % self._interval < self._publish_interval
+
+
+def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"routing/{prefix}{name}": value for name, value in metrics.items()}

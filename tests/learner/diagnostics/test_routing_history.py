@@ -6,7 +6,7 @@ import torch
 
 from offbeat.common.models.routing import Routing
 from offbeat.common.records.rows import row_fields
-from offbeat.learner.diagnostics.routing_metrics import RoutingComparison, RoutingHistory
+from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
 
 
 def routing(*experts: int) -> Routing:
@@ -15,8 +15,8 @@ def routing(*experts: int) -> Routing:
     return Routing(torch.tensor(experts)[:, None, None], margins, num_experts=10)
 
 
-def history(*added: tuple[int, Routing], max_versions: int = 33) -> RoutingHistory:
-    history = RoutingHistory(max_versions)
+def history(*added: tuple[int, Routing], max_versions: int = 33) -> RoutingComparison:
+    history = RoutingComparison(1, 1, lambda row: None, max_versions)
     for policy_version, of_version in added:
         history.add(policy_version, of_version)
     return history

@@ -13,7 +13,7 @@ from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, T
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection
 from offbeat.learner.calibration.calibration import save_calibration
 from offbeat.learner.diagnostics.batch_metrics import group_metrics
-from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
+from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
 from offbeat.learner.leases.groups import Group
 from offbeat.protocols.payload import Turn
 from tests.learner.calibration.test_calibration import make_calibration
@@ -74,7 +74,7 @@ def _episode_group() -> Group:
 
 
 def test_routing_history_has_the_tables_metrics_and_no_others() -> None:
-    history = RoutingHistory()
+    history = RoutingComparison(1, 1, lambda row: None)
     experts = torch.tensor([[[0, 1]], [[1, 2]]])
     for version in (0, 4, 6):
         history.add(version, Routing(experts, margins=torch.ones(2, 1), num_experts=4))
