@@ -176,13 +176,13 @@ class Trainer:
 
     def load_checkpoint(self, folder: Path) -> bytes:
         """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
-        loaded = trainer_state.load_state(folder, self.networks.engines, self._describe_checkpoint(), rank=self.rank)
+        expected = self._describe_checkpoint()
+        version, adaptive, extra = trainer_state.load_state(folder, self.networks.engines, expected, rank=self.rank)
         # A coefficient that does not adapt is a setting, which may have changed since.
-        adapts = self._config.kl.target is not None
-        kl_coefficient = loaded.adaptive.kl_coefficient if adapts else self._adaptive.kl_coefficient
-        self._adaptive = msgspec.structs.replace(loaded.adaptive, kl_coefficient=kl_coefficient)
-        self.policy_version = loaded.policy_version
-        return loaded.extra
+        if self._config.kl.target is None:
+            adaptive = msgspec.structs.replace(adaptive, kl_coefficient=self._adaptive.kl_coefficient)
+        self._adaptive, self.policy_version = adaptive, version
+        return extra
 
     def save_model(self, folder: Path) -> None:
         """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model meanwhile.

@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -68,15 +68,6 @@ class AdaptiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficient of the KL in the loss or in the reward; 0 without either."""
     rewards: RunningMoments = RunningMoments()
     """Moments of all rewards so far, where `reward.norm_mean` or `reward.norm_std` is "running"."""
-
-
-class LoadedState(NamedTuple):
-    """The part of a checkpoint that does not go into DeepSpeed or torch."""
-
-    policy_version: int
-    adaptive: AdaptiveState
-    extra: bytes
-    """The bytes that the caller saved with the checkpoint."""
 
 
 def read_version(folder: Path) -> int | None:
@@ -154,10 +145,13 @@ def write_folder(folder: Path, write: Callable[[Path], None], publish: Callable[
         raise
 
 
-def load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int) -> LoadedState:
-    """Restore weights, optimizer and random state, and return the rest; a collective.
+def load_state(
+    folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int
+) -> tuple[int, AdaptiveState, bytes]:
+    """Restore weights, optimizer and random state; return policy version, adaptive state and the caller's bytes.
 
-    `engines`: as in `save_state`. Raises ValueError if the checkpoint differs from `expected` in anything but the version.
+    A collective. `engines`: as in `save_state`. Raises ValueError if the checkpoint differs from `expected` in anything but the
+    version.
     """
     far = find_far_ranks(folder)
     with own_place(folder, far) as place:
@@ -166,7 +160,9 @@ def load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *
         return _load_state(place, engines, expected, rank=rank)
 
 
-def _load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int) -> LoadedState:
+def _load_state(
+    folder: Path, engines: Sequence[Any], expected: CheckpointMeta, *, rank: int
+) -> tuple[int, AdaptiveState, bytes]:
     meta = msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta)
     expected = msgspec.structs.replace(expected, policy_version=meta.policy_version)
     if meta != expected:
@@ -180,7 +176,7 @@ def _load_state(folder: Path, engines: Sequence[Any], expected: CheckpointMeta, 
             restore_state(engine, {} if meta.zero_stage == 3 else load_file(folder / name), state[part])
     _restore_random_state(state["random"])
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
-    return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))
+    return meta.policy_version, adaptive, checkpoints.read_extra(folder)
 
 
 def _collect(place: Path, far: Sequence[int], *, rank: int) -> OSError | None:
