@@ -24,15 +24,6 @@ class Recipient(NamedTuple):
     """UUID of the GPU on which it would receive a collective; None when its engine has none."""
 
 
-class Exclusion(NamedTuple):
-    """An actor that was left out."""
-
-    name: str
-    why: str
-    seconds: float
-    """Length of the exclusion."""
-
-
 @dataclass
 class ActorVersion:
     """One actor, since it joined."""
@@ -63,7 +54,7 @@ class ActorVersions:
         """Actors that the collective can reach; the others always pull."""
         self._has_anyone_weights = False
         """True when a live actor has weights of this learner process. A new one then pulls and keeps nobody waiting."""
-        self._news: list[Exclusion] = []
+        self._news: list[tuple[str, str, float]] = []
 
     @property
     def num_excluded(self) -> int:
@@ -153,10 +144,10 @@ class ActorVersions:
         seconds = min(LONGEST_EXCLUSION_S, 2.0**actor.num_failures)
         actor.excluded_until = now + seconds
         actor.why = f"{name} {why}"
-        self._news.append(Exclusion(name, why, seconds))
+        self._news.append((name, why, seconds))
 
-    def take_news(self) -> list[Exclusion]:
-        """Return the exclusions since the last call."""
+    def take_news(self) -> list[tuple[str, str, float]]:
+        """Return name, reason and seconds of each exclusion since the last call."""
         news, self._news = self._news, []
         return news
 

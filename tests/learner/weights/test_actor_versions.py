@@ -34,9 +34,9 @@ class Bench:
     def exclude(self, name: str = "a") -> float:
         """Exclude an actor; return the seconds of the exclusion."""
         self.actor_versions.exclude(name.encode(), name, "failed")
-        (news,) = self.actor_versions.take_news()
-        assert news[:2] == (name, "failed")
-        return news.seconds
+        ((who, why, seconds),) = self.actor_versions.take_news()
+        assert (who, why) == (name, "failed")
+        return seconds
 
 
 def actor(name: str, policy_version: int | None) -> Recipient:
@@ -64,8 +64,8 @@ def test_actor_that_was_sent_the_newest_version_is_given_time_to_commit_it() -> 
     assert bench.actor_versions.take_news() == []
     bench.now += 0.1
     assert bench.plan(actor("a", 4)) == ([], [])
-    (news,) = bench.actor_versions.take_news()
-    assert news.why == "did not commit version 5 within 10 s (weights.timeout_s)"
+    ((_, why, _),) = bench.actor_versions.take_news()
+    assert why == "did not commit version 5 within 10 s (weights.timeout_s)"
     assert bench.actor_versions.num_excluded == 1
 
 
