@@ -19,12 +19,9 @@ from offbeat.learner.diagnostics.health import Health, update_troubles
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.reporting.live_page import LivePage, serving
-from offbeat.learner.reporting.terminal import Progress
+from offbeat.learner.reporting.terminal import NUM_RECENT_STEPS, Progress
 from offbeat.learner.reporting.tracking import tracking
 from offbeat.protocols.messages import Vitals
-
-NUM_RECENT_STEPS = 10
-"""Steps over which the duration of a step is a mean."""
 
 
 class Outlets(NamedTuple):

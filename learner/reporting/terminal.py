@@ -28,7 +28,7 @@ RATE_WINDOW_S = 10.0
 """Length of the window over which an actor's rate is a mean."""
 
 NUM_RECENT_STEPS = 10
-"""Steps over which shares of time and the rate of training are means."""
+"""Steps over which a step's duration, shares of time and the rate of training are means."""
 
 SPARKLINE_CELLS = 24
 MAX_ACTOR_LINES = 12
