@@ -122,13 +122,8 @@ class SpansByShape(NamedTuple):
 def _in_line(spans: Sequence[Span], device: torch.device) -> SpansInLine:
     queries = [span.length for span in spans]
     keys = [span.prefix_length + span.length for span in spans]
-    indices = [
-        np.arange(part.start, part.stop)
-        for span in spans
-        for part in (*span.prefix, range(span.start, span.start + span.length))
-    ]
     return SpansInLine(
-        torch.from_numpy(np.concatenate(indices)).to(device),
+        torch.from_numpy(np.concatenate([span.sequence() for span in spans])).to(device),
         torch.tensor(np.cumsum([0, *queries]), dtype=torch.int32, device=device),
         torch.tensor(np.cumsum([0, *keys]), dtype=torch.int32, device=device),
         max(queries),
@@ -146,9 +141,8 @@ def _by_shape(spans: Sequence[Span], device: torch.device) -> SpansByShape:
     results = np.empty(sum(span.length for span in spans), dtype=np.int64)
     num_before = 0
     for (length, prefix_length), members in alike.items():
-        prefixes = np.stack([_prefix_inputs(span) for span in members])
-        own = np.array([[span.start] for span in members]) + np.arange(length)
-        keys = np.concatenate([prefixes, own], axis=1)
+        keys = np.stack([span.sequence() for span in members])
+        own = keys[:, prefix_length:]
         queries = keys if prefix_length < length and keys.shape[1] >= SQUARE_KEYS else own
         num_queries = queries.shape[1]
         first_own = num_before + num_queries * np.arange(len(members))[:, None] + num_queries - length
@@ -159,10 +153,6 @@ def _by_shape(spans: Sequence[Span], device: torch.device) -> SpansByShape:
         key_indices.append(keys.ravel())
     arrays = (np.concatenate(query_indices), np.concatenate(key_indices), results)
     return SpansByShape(tuple(shapes), *(torch.from_numpy(array).to(device) for array in arrays))
-
-
-def _prefix_inputs(span: Span) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in span.prefix)])
 
 
 def use_packed_attention(policy: PreTrainedModel) -> str | None:

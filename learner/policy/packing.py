@@ -68,6 +68,11 @@ class Span:
         """Number of the prefix's inputs."""
         return sum(map(len, self.prefix))
 
+    def sequence(self) -> NDArray[np.int64]:
+        """Return the inputs of the prefix and the span's own, in order."""
+        parts = (*self.prefix, range(self.start, self.start + self.length))
+        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+
 
 class Pack(NamedTuple):
     """The inputs of one forward pass, and the outputs that predict each completion token.
@@ -134,10 +139,8 @@ def whole_rows(spans: Sequence[Span], device: torch.device) -> WholeRows:
     rows: list[NDArray[np.int64]] = []
     # From the last: a span whose end is part of a later one's prefix needs no row of its own.
     for span in reversed(spans):
-        end = span.start + span.length
-        if places[end - 1] < 0:
-            parts = (*span.prefix, range(span.start, end))
-            rows.append(np.concatenate([np.arange(part.start, part.stop) for part in parts]))
+        if places[span.start + span.length - 1] < 0:
+            rows.append(span.sequence())
             places[rows[-1]] = 0
     longest = max(map(len, rows))
     inputs = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
