@@ -239,22 +239,17 @@ def check_identity(
     `hashes` are those of the training prompts, to whose end prompts may be added with `may_append`. Compares with the folder's
     identity and with the newest checkpoint's, which is all that is left where the folder's file is lost.
     """
-    known = [
-        found for found in (run_identity.read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None
-    ]
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    known = (run_identity.read_identity(run_folder), None if newest is None else _state_in(newest).identity)
     hashes_before = run_identity.read_prompt_hashes(run_folder)
     # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
     changes = {
         change.name: change
         for before in known
+        if before is not None
         for change in run_identity.require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
     }
     return list(changes.values())
-
-
-def _identity_in_checkpoint(run_folder: Path) -> run_identity.RunIdentity | None:
-    newest = checkpoints.newest(run_folder / CHECKPOINTS)
-    return None if newest is None else _state_in(newest).identity
 
 
 def _state_in(checkpoint: Path) -> ServiceState:
