@@ -119,12 +119,11 @@ class RankedTrainer:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
-        # gloo whatever the trainer's backend: commands are host bytes, and must not queue behind GPU work.
         self._views: dict[Address, dict[str, torch.Tensor] | None] = {}
         """Views into rank 0's buffers, None where one cannot be reached; on ranks above 0."""
-        several = trainer.world_size > 1
         self._group: dist.ProcessGroup | None = None
-        if several:
+        if trainer.world_size > 1:
+            # gloo whatever the trainer's backend: commands are host bytes, and must not queue behind GPU work.
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_TIMEOUT_S))
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
