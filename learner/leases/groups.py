@@ -334,13 +334,6 @@ class Tally(msgspec.Struct, forbid_unknown_fields=True):
     recent: list[GroupRewards] = []
     """The newest `RECENT_GROUPS`, oldest first."""
 
-    def add(self, group: Group) -> None:
-        """Add the next group."""
-        rewards = [rollout.reward for rollout in group.rollouts]
-        self.num_groups += 1
-        self.recent.append(GroupRewards(sum(rewards) / len(rewards), min(rewards), max(rewards)))
-        del self.recent[:-RECENT_GROUPS]
-
 
 Tallies = dict[str, Tally]
 """The groups of each task that has any, by the task's name."""
@@ -348,8 +341,13 @@ Tallies = dict[str, Tally]
 
 def add_group(tallies: Tallies, group: Group) -> None:
     """Add a group to those of its task, where tasks are told apart."""
-    if group.task:
-        tallies.setdefault(group.task, Tally()).add(group)
+    if not group.task:
+        return
+    tally = tallies.setdefault(group.task, Tally())
+    rewards = [rollout.reward for rollout in group.rollouts]
+    tally.num_groups += 1
+    tally.recent.append(GroupRewards(sum(rewards) / len(rewards), min(rewards), max(rewards)))
+    del tally.recent[:-RECENT_GROUPS]
 
 
 def copy_tallies(tallies: Mapping[str, Tally]) -> Tallies:

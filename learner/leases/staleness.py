@@ -11,7 +11,6 @@ A straggler that misses its turn is trained later, and counted; `drop` and `hard
 `abort` cancels it while it is being generated.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -123,7 +122,7 @@ class StalenessPolicy:
 
     def select(self, ready: Sequence[G]) -> list[G]:
         """Return the next batch of the groups that `evict` has left, or nothing while it is not complete."""
-        return list(itertools.islice(ready, self.batch_groups)) if len(ready) >= self.batch_groups else []
+        return list(ready[: self.batch_groups]) if len(ready) >= self.batch_groups else []
 
     def abort(self, in_flight: Iterable[Generating], policy_version: int) -> list[int]:
         """Return the leases whose group, finished now, would be dropped: cancel them and lease their prompts again."""
