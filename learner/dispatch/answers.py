@@ -43,15 +43,15 @@ class GroupCheck:
         )
         self._evaluation = self._training._replace(group_size=config.evaluation.group_size)
 
-    def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, is_evaluation: bool) -> str | None:
-        """Return the reason why a group cannot be used; None for a good one."""
-        limits = self._evaluation if is_evaluation else self._training
-        return flaw(done.completions, arrays, limits, self._versions.newest)
+    def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, num_prompt_tokens: int | None) -> str | None:
+        """Return the reason why a group cannot be used; None for a good one.
 
-    def expert_flaw(self, done: GroupDone, arrays: Sequence[Frame], *, num_prompt_tokens: int) -> str | None:
-        """Return the reason why the experts of a training group cannot be replayed; None for good ones."""
-        if self._experts is None:
-            return None
+        `num_prompt_tokens` are those of a training lease's prompt; None for a lease of an evaluation.
+        """
+        limits = self._evaluation if num_prompt_tokens is None else self._training
+        found = flaw(done.completions, arrays, limits, self._versions.newest)
+        if found is not None or num_prompt_tokens is None or self._experts is None:
+            return found
         return expert_flaw(done, arrays[-1], self._experts, num_prompt_tokens=num_prompt_tokens)
 
 
@@ -82,9 +82,8 @@ class Answers:
             return
         is_evaluation = self._evaluations.holds(lease_id)
         account = self._evaluations if is_evaluation else self._buffer
-        flaw = self._check.flaw(done, arrays, is_evaluation=is_evaluation)
-        if flaw is None and not is_evaluation:
-            flaw = self._check.expert_flaw(done, arrays, num_prompt_tokens=self._buffer.num_prompt_tokens(lease_id))
+        num_prompt_tokens = None if is_evaluation else self._buffer.num_prompt_tokens(lease_id)
+        flaw = self._check.flaw(done, arrays, num_prompt_tokens=num_prompt_tokens)
         try:
             if flaw is None:
                 account.accept(member.name, done, arrays)
