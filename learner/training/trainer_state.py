@@ -298,14 +298,6 @@ def read_tree(path: Path) -> Any:
 CHUNK_BYTES = 64 << 20
 
 
-class _Listed(msgspec.Struct, frozen=True):
-    """A file that is about to be sent."""
-
-    name: str
-    """Its path in the folder."""
-    num_bytes: int
-
-
 def find_far_ranks(folder: Path) -> list[int]:
     """Return the ranks to whom the path `folder` is not the folder that it is to rank 0; a collective."""
     marks = gather_tensors(torch.tensor(_mark(folder)))
@@ -336,14 +328,14 @@ def copy_files(folder: Path, names: Sequence[str], *, source: int, target: int) 
 
 
 def _send(folder: Path, names: Sequence[str], target: int) -> OSError | None:
-    listed = [_Listed(name, (folder / name).stat().st_size) for name in names]
+    listed = [(name, (folder / name).stat().st_size) for name in names]
     header = torch.frombuffer(bytearray(msgspec.msgpack.encode(listed)), dtype=torch.uint8)
     dist.send(torch.tensor([len(header)]), target)
     dist.send(header, target)
     failure: OSError | None = None
-    for file in listed:
-        with (folder / file.name).open("rb") as stream:
-            for num_bytes in _chunks(file.num_bytes):
+    for name, num_file_bytes in listed:
+        with (folder / name).open("rb") as stream:
+            for num_bytes in _chunks(num_file_bytes):
                 chunk = torch.empty(num_bytes, dtype=torch.uint8)
                 try:
                     stream.readinto(chunk.numpy().data)
@@ -359,9 +351,9 @@ def _receive(folder: Path, source: int) -> OSError | None:
     header = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(header, source)
     failure: OSError | None = None
-    for file in msgspec.msgpack.decode(header.numpy().tobytes(), type=list[_Listed]):
-        path = folder / file.name
-        for index, num_bytes in enumerate(_chunks(file.num_bytes)):
+    for name, num_file_bytes in msgspec.msgpack.decode(header.numpy().tobytes(), type=list[tuple[str, int]]):
+        path = folder / name
+        for index, num_bytes in enumerate(_chunks(num_file_bytes)):
             chunk = torch.empty(num_bytes, dtype=torch.uint8)
             dist.recv(chunk, source)
             try:
