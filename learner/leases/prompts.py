@@ -17,7 +17,7 @@ from offbeat.common.models.images import ImageFile, ImageReader
 from offbeat.common.settings.config import NO_ENVIRONMENT, DataSection, Environment, eval_sets, eval_setting
 from offbeat.common.user_code.environment_function import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
-from offbeat.learner.leases.rendering import Rendered, image_folder, render, render_with_images
+from offbeat.learner.leases.rendering import image_folder, render, render_with_images
 from offbeat.protocols.fields import MAX_PARTS, PART_NAME
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ def load_prompts(
     reader = ImageReader(Path(tokenizer.name_or_path)) if data.image_field else None
     folder = image_folder(source)
     for row in read_rows(source, split, setting, environment):
+        images: tuple[ImageFile, ...] = ()
         if reader is None:
-            rendered = Rendered(*render(row, data, tokenizer))
+            text, token_ids = render(row, data, tokenizer)
         else:
-            rendered = render_with_images(row, data, tokenizer, reader, folder)
-        text, token_ids, images = rendered
+            text, token_ids, images = render_with_images(row, data, tokenizer, reader, folder)
         if len(token_ids) == 0:
             raise SettingError("data.prompt_field", data.prompt_field, f"{row.place} has an empty prompt", "Remove the row.")
         if len(token_ids) > data.max_prompt_tokens:

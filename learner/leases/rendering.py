@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jinja2
 import numpy as np
@@ -152,15 +152,6 @@ def _template_arguments(tools: list[dict[str, Any]], row: DataRow, data: DataSec
     return {**arguments, **{name: value for name, value in (own or {}).items() if value is not None}}
 
 
-class Rendered(NamedTuple):
-    """A prompt as text for the reward, as tokens for the engine, and its images."""
-
-    text: str
-    token_ids: NDArray[np.int32]
-    """`[num_tokens]`, the image token once for each token of an image."""
-    images: tuple[ImageFile, ...] = ()
-
-
 def image_folder(source: str) -> Path | None:
     """Return the folder that paths of images are relative to: a file's own, or the data folder; None for other sources."""
     path = Path(source).expanduser()
@@ -171,8 +162,11 @@ def image_folder(source: str) -> Path | None:
 
 def render_with_images(
     row: DataRow, data: DataSection, tokenizer: PreTrainedTokenizerBase, reader: ImageReader, folder: Path | None
-) -> Rendered:
-    """Return a row's prompt with its images; raise `SettingError` that names the row where it cannot be used."""
+) -> tuple[str, NDArray[np.int32], tuple[ImageFile, ...]]:
+    """Return a row's prompt as `render` does, and its images; raise `SettingError` that names the row where it cannot be used.
+
+    The token ids have the image token once for each token of an image.
+    """
     placeholder = "".join(tokenizer.convert_ids_to_tokens(list(reader.placeholder_ids)))
     prompt = _replaced(row.fields.get(data.prompt_field), MARKER, placeholder)
     marked = row._replace(fields=row.fields | {data.prompt_field: prompt}) if data.prompt_field in row.fields else row
@@ -184,7 +178,7 @@ def render_with_images(
         raise SettingError(SETTING, data.image_field, problem, f"Write {MARKER} in the prompt once for each image.")
     lengths = np.ones(len(token_ids), dtype=np.int64)
     lengths[is_image] = [image.num_tokens for image in images]
-    return Rendered(text.replace(placeholder, MARKER), np.repeat(token_ids, lengths), images)
+    return text.replace(placeholder, MARKER), np.repeat(token_ids, lengths), images
 
 
 def _replaced(prompt: Any, marker: str, placeholder: str) -> Any:
