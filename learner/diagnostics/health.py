@@ -66,7 +66,8 @@ class Health:
     """The rules that hold at the newest step of a run."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepRow] = deque(maxlen=HISTORY)
+        self.steps: deque[StepRow] = deque(maxlen=HISTORY)
+        """The newest steps, oldest first."""
         self._quiet: dict[str, int] = {}
         """Steps since the condition last held, for each rule that was reported."""
         self._evaluation: EvalRow | None = None
@@ -77,8 +78,8 @@ class Health:
 
     def take(self, step: StepRow) -> list[EventRow]:
         """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
-        self._steps.append(step)
-        steps = list(self._steps)
+        self.steps.append(step)
+        steps = list(self.steps)
         events: list[EventRow] = []
         for rule in RULES:
             reason = rule.reason(steps)

@@ -1,7 +1,6 @@
 """Everything to which the learner's rows go: files, terminal, live page, trackers, the user's callback, health rules."""
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -86,7 +85,6 @@ class HealthWatch:
         self._lock = threading.Lock()
         """Never held while a row is recorded."""
         self._health = Health()
-        self._steps: deque[StepRow] = deque(maxlen=NUM_RECENT_STEPS)
         self._troubles: dict[str, str] = {}
 
     def record(self, row: Row) -> None:
@@ -96,7 +94,6 @@ class HealthWatch:
         with self._lock:
             match row:
                 case StepRow():
-                    self._steps.append(row)
                     events = self._health.take(row)
                 case EvalRow():
                     self._health.note_evaluation(row)
@@ -110,7 +107,7 @@ class HealthWatch:
     def vitals(self) -> Vitals:
         """Return the newest step in short, and what is not well, for the operator."""
         with self._lock:
-            steps, health = list(self._steps), tuple(self._troubles.values())
+            steps, health = list(self._health.steps)[-NUM_RECENT_STEPS:], tuple(self._troubles.values())
         if not steps:
             return Vitals(health=health)
         step = steps[-1]
