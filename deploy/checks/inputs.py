@@ -162,7 +162,7 @@ def _sources(config: Config) -> Iterator[tuple[str, str, str]]:
 def _load(folder: Path, *, hides_torch: bool, has_images: bool) -> tuple[Any, int]:
     """Return the tokenizer, and the number of token ids that the model knows.
 
-    Raises `SettingError` for a model that only a run with images can train, and whatever a broken file makes transformers raise.
+    Raises `SettingError` for a model that only a run with images can train, and for a broken file whatever transformers raises.
     """
     if hides_torch and "torch" not in sys.modules:
         # Otherwise transformers would tell the user that torch is missing.

@@ -20,17 +20,8 @@ from typing import Literal, NamedTuple
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import write_private
 from offbeat.common.settings.config import Config, actors_wanted
+from offbeat.deploy.clusters import services
 from offbeat.deploy.clusters.pool import Instance, PoolError
-from offbeat.deploy.clusters.services import (
-    FLEET,
-    NOTICE_S,
-    find_fleet_key,
-    leave_s,
-    moving_settings,
-    notice_s,
-    slurm_folder,
-    torchrun_options,
-)
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.protocols.addresses import is_loopback
@@ -84,7 +75,7 @@ def write_scripts(
     (places.out / JOB_LOGS).mkdir(parents=True, exist_ok=True)
     settings = [*overrides, *_cluster_settings(config, places)]
     shared = [setting for setting in settings if not setting.startswith("hub.key=")]
-    fleet_key = f"hub.key={find_fleet_key(config.hub.key or f'{places.keys}/{{name}}.key')}"
+    fleet_key = f"hub.key={services.find_fleet_key(config.hub.key or f'{places.keys}/{{name}}.key')}"
     # Private: settings may hold secrets.
     write_private(places.out / LEARNER_SCRIPT, learner_script(config, places, settings, learner_options))
     actors = actors_script(config, places, [*shared, fleet_key], actor_options)
@@ -106,9 +97,9 @@ def learner_script(config: Config, places: ScriptPaths, settings: Iterable[str],
 #   pause:                   scancel --batch --signal=TERM JOB    (it writes a checkpoint; the actors wait)
 #   end, with a model:       scancel --batch --signal=INT JOB     (the actors leave)
 # A job that is requeued, or submitted again, goes on from the newest checkpoint and the rollout log.
-{_directives(places, "learner", "learner-%j.log", NOTICE_S, options)}
+{_directives(places, "learner", "learner-%j.log", services.NOTICE_S, options)}
 # exec: signals of Slurm reach the learner, not a shell that waits for it.
-exec {_learner_program(config)} learner {shlex.join([str(places.config), *settings, *moving_settings(config)])}
+exec {_learner_program(config)} learner {shlex.join([str(places.config), *settings, *services.moving_settings(config)])}
 """
 
 
@@ -123,9 +114,9 @@ def actors_script(config: Config, places: ScriptPaths, settings: Iterable[str], 
 #   end one:      scancel --batch --signal=TERM JOB_TASK    (without --signal it is killed after KillWait, done or not)
 # They may start before the learner, and be preempted: a requeued actor joins again.
 #SBATCH --array=0-{actors_wanted(config) - 1}
-{_directives(places, "actors", "actor-%A-%a.log", notice_s(config), options)}
+{_directives(places, "actors", "actor-%A-%a.log", services.notice_s(config), options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
-exec {shlex.join(PROGRAM)} actor {words} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
+exec {shlex.join(PROGRAM)} actor {words} "actor.name={services.FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """
 
 
@@ -135,7 +126,7 @@ def _directives(places: ScriptPaths, kind: str, log: str, before_end_s: int, opt
     own = [
         f"--job-name={as_name(f'{kind}-{places.run.name}-{path:08x}')}",
         f"--chdir={_word(Path.cwd())}",
-        f"--output={_word(slurm_folder(places.out / JOB_LOGS) / log)}",
+        f"--output={_word(services.slurm_folder(places.out / JOB_LOGS) / log)}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:TERM@{before_end_s}",
@@ -160,8 +151,8 @@ def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:
     if is_loopback(config.hub.address):
         settings += [f"hub.address=file:{places.run}/hub.address", "hub.bind=tcp://0.0.0.0:0"]
     if not config.hub.key:
-        if not (places.keys / f"{FLEET}.key").exists():
-            make_keys(places.keys, [f"{FLEET}-*"])
+        if not (places.keys / f"{services.FLEET}.key").exists():
+            make_keys(places.keys, [f"{services.FLEET}-*"])
         settings += [
             f"hub.key={places.keys}/{{name}}.key",
             f"hub.learner_key={places.keys}/learner.pub",
@@ -173,7 +164,7 @@ def _cluster_settings(config: Config, places: ScriptPaths) -> list[str]:
 def _learner_program(config: Config) -> str:
     if config.launch.learner_processes == 1:
         return shlex.join(PROGRAM)
-    return shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun_options(config), "-m", PROGRAM[2]])
+    return shlex.join([sys.executable, "-m", "torch.distributed.run", *services.torchrun_options(config), "-m", PROGRAM[2]])
 
 
 def _word(path: Path) -> str:
@@ -225,7 +216,7 @@ class SlurmPool:
 def open_pool(config: Config, place: str) -> SlurmPool:
     """Return the pool of the run whose scripts are in the folder `place`; warn where Slurm's notice is short."""
     pool = SlurmPool(Path(place) / ACTORS_SCRIPT)
-    warning = notice_warning(_run("scontrol", "show", "config"), leave_s(config))
+    warning = notice_warning(_run("scontrol", "show", "config"), services.leave_s(config))
     if warning is not None:
         logger.warning(warning)
     return pool
@@ -236,7 +227,7 @@ def parse_queue(text: str) -> list[Instance]:
     # A comment may have blanks, and a job outside of an array has no task.
     lines = [line.split(maxsplit=3) for line in text.splitlines()]
     rows = sorted((int(job), int(task), state, comment) for job, task, state, comment in lines if task.isdigit())
-    return [Instance(f"{FLEET}-{job}-{task}", _state(state, comment)) for job, task, state, comment in rows]
+    return [Instance(f"{services.FLEET}-{job}-{task}", _state(state, comment)) for job, task, state, comment in rows]
 
 
 def notice_warning(slurm_config: str, needed_s: float) -> str | None:
@@ -271,7 +262,7 @@ def _job_name(script: str) -> str | None:
 
 def _job(name: str) -> str:
     """Return Slurm's name of an actor: `12_3` for `actor-12-3`."""
-    return name.removeprefix(f"{FLEET}-").replace("-", "_")
+    return name.removeprefix(f"{services.FLEET}-").replace("-", "_")
 
 
 def _run(*command: str) -> str:

@@ -12,17 +12,9 @@ import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -68,7 +60,7 @@ def load_critic(config: Config) -> CompletionLogprobs:
 
 
 def _make_trained(
-    policy: PreTrainedModel, config: Config, *, value_head: bool, sequence_group: SequenceGroup | None = None
+    policy: transformers.PreTrainedModel, config: Config, *, value_head: bool, sequence_group: SequenceGroup | None = None
 ) -> CompletionLogprobs:
     if config.train.activation_checkpointing:
         policy.gradient_checkpointing_enable()
@@ -139,12 +131,12 @@ def _accept_rows(module: CompletionLogprobs, obstacle: str, path: str) -> None:
     )
 
 
-def _load(setting: str, path: str, config: Config) -> PreTrainedModel:
+def _load(setting: str, path: str, config: Config) -> transformers.PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    kind = AutoModelForImageTextToText if config.data.image_field else AutoModelForCausalLM
+    kind = transformers.AutoModelForImageTextToText if config.data.image_field else transformers.AutoModelForCausalLM
     try:
         policy = kind.from_pretrained(path, dtype=tensor_dtype(config.model.dtype))
-        if policy.config.model_type != AutoConfig.from_pretrained(path).model_type:
+        if policy.config.model_type != transformers.AutoConfig.from_pretrained(path).model_type:
             logger.info("%s contains more than a language model: the rest is neither trained nor saved", path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         problem = f"the model cannot be loaded ({one_line(error)})"
@@ -159,7 +151,7 @@ def check_compiling(config: Config, device: torch.device) -> None:
     _require_possible(config, _obstacle_here(config, device))
 
 
-def compiles_layers(config: Config, model: PretrainedConfig, device: torch.device) -> bool:
+def compiles_layers(config: Config, model: transformers.PretrainedConfig, device: torch.device) -> bool:
     """Decide `train.compile`; raise `SettingError` where it is on and cannot be."""
     obstacle = _obstacle_here(config, device)
     if obstacle is None and "num_experts_per_tok" in model.get_text_config().to_dict():
@@ -201,7 +193,7 @@ def compile_layers(module: CompletionLogprobs, *, backend: str = "inductor") -> 
     logger.info("compiling %d decoder layers and the output layer at their first use", len(layers))
 
 
-def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tensor]:
+def gather_policy(policy: transformers.PreTrainedModel, *, is_keeper: bool) -> dict[str, Tensor]:
     """Return the weights as transformers names them, adapters merged, in CPU memory; empty on ranks that do not keep them.
 
     A collective under ZeRO-3: every rank calls, and only the keeper holds the whole model.
@@ -217,19 +209,19 @@ def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tens
     return state
 
 
-def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: str) -> None:
+def write_policy(policy: transformers.PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: str) -> None:
     """Write gathered weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from."""
     own = policy.generation_config
     assert own is not None, "a policy generates"
     # transformers reads settings that contradict each other, and raises where it is to write them: copied below.
-    policy.generation_config = GenerationConfig(
+    policy.generation_config = transformers.GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
     try:
         policy.save_pretrained(folder, state_dict=state)
     finally:
         policy.generation_config = own
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     for name in (GENERATION_FILE, PROCESSOR_FILE, WHOLE_PROCESSOR_FILE):
         if (file := resolve_model(tokenizer) / name).is_file():
             shutil.copy(file, folder)
