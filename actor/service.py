@@ -217,16 +217,20 @@ class ActorService:
 
     def _staying_in_touch(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which heartbeats go on during an update of the weights."""
-        self.page.be_busy(self._config.weights.timeout_s)
         if self._learner.is_welcome:
             # The last one may be from before the weights were loaded.
             self._learner.send_heartbeat(self._heartbeat())
-        return self._learner.busy(self._config.weights.timeout_s, "an update of the weights")
+        return self._busy(self._config.weights.timeout_s, "an update of the weights")
+
+    def _busy(self, most_s: float, work: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which heartbeats go on and the actor is healthy, for work that may take this long."""
+        self.page.be_busy(most_s)
+        return self._learner.busy(most_s, work)
 
     def _share_gpu(self) -> None:
         """Let the learner have the GPU between two steps of the engine, and take it back."""
         if self._gpu is not None:
-            with self._spent_on("wait_gpu"), self._learner.busy(STEP_LIMIT_S, "a change of turns on the GPU"):
+            with self._spent_on("wait_gpu"), self._busy(STEP_LIMIT_S, "a change of turns on the GPU"):
                 self._is_awake = self._gpu()
 
     @contextlib.contextmanager
@@ -248,8 +252,7 @@ class ActorService:
                 self._weights.commit(outcome.policy_version)
 
     def _generate(self) -> None:
-        self.page.be_busy(STEP_LIMIT_S)
-        with self._spent_on("generate"), self._learner.busy(STEP_LIMIT_S, "a step of the engine"):
+        with self._spent_on("generate"), self._busy(STEP_LIMIT_S, "a step of the engine"):
             self._leases.step()
 
     def _send_answers(self) -> None:

@@ -125,6 +125,22 @@ def test_actor_whose_learner_is_gone_is_healthy_and_not_ready(learner: Learner) 
         assert status(actor.page, "/healthz") == 200
 
 
+def test_actor_is_healthy_while_turns_on_its_gpu_change(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.common.records.exported.TURNED_WITHIN_S", 0.0)
+    actors: list[Actor] = []
+    seen: list[int] = []
+
+    def look() -> bool:
+        seen.extend(status(actor.page, "/healthz") for actor in actors)
+        return True
+
+    with actor_of(learner, gpu=look) as actor:
+        actors.append(actor)
+        learner.welcome()
+        eventually(lambda: bool(seen), learner)
+    assert set(seen) == {200}
+
+
 def test_actor_without_weights_is_not_ready(learner: Learner) -> None:
     with actor_of(learner, policy_version=None) as actor:
         learner.welcome()
