@@ -85,6 +85,16 @@ def refuse_what_exceeds_the_cache() -> None:
     ContinuousBatchingManager.add_request = add  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def import_model_class() -> None:
+    """Import the class of the served model in this process, as the actor's engine does."""
+    from transformers import PreTrainedConfig
+
+    from offbeat.actor.engines.vllm_images import import_classes
+
+    fields, _ = PreTrainedConfig.get_config_dict(sys.argv[sys.argv.index("--model") + 1])
+    import_classes(fields.get("architectures") or ())
+
+
 def _as_arguments(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
@@ -104,6 +114,7 @@ def main() -> None:
     prepare_environment()
     engine = sys.argv.pop(1)
     if engine == "vllm":
+        import_model_class()
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
         serve()
@@ -122,3 +133,4 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":
     # vLLM spawned this process; it imports this module before anything else.
     prepare_environment()
+    import_model_class()

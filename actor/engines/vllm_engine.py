@@ -22,7 +22,7 @@ import torch
 import vllm
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -91,7 +91,7 @@ class VllmEngine:
         self._images = images = settings.images
         fields, _ = PreTrainedConfig.get_config_dict(model_path)
         text_class = _text_class(fields) if images is None else None
-        _import_model_classes([text_class] if text_class else fields.get("architectures") or ())
+        vllm_images.import_classes([text_class] if text_class else fields.get("architectures") or ())
         own = {} if images is None else vllm_images.engine_options(images)
         own |= {"dtype": settings.dtype, "max_model_len": settings.max_model_len, "seed": settings.seed}
         options = settings.options
@@ -383,25 +383,6 @@ def _text_class(fields: Mapping[str, Any]) -> str | None:
     """
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")))
     return name if "text_config" in fields and name not in (fields.get("architectures") or ()) else None
-
-
-def _import_model_classes(names: Iterable[str]) -> None:
-    """Import classes of a model in this process, so that vLLM does not start another one to inspect them.
-
-    The other process takes seconds, and runs without the changes of `prepare_environment`.
-    """
-    for name in names:
-        if name not in ModelRegistry.models:
-            continue
-        model = ModelRegistry.models[name]
-        try:
-            found = model.load_model_cls()
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "torchvision":
-                raise
-            vllm_images.prepare_imports()
-            found = model.load_model_cls()
-        ModelRegistry.register_model(name, found)
 
 
 @functools.cache

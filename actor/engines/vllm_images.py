@@ -1,8 +1,11 @@
-"""Prompts with images for vLLM: patches that are made already, so that engine and learner read the same tokens and pixels."""
+"""Prompts with images for vLLM: patches that are made already, so that engine and learner read the same tokens and pixels.
+
+vLLM's classes of Qwen's newer language models import those for images, and with them torchvision, which a CPU may lack.
+"""
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +61,26 @@ def _placeholders(token_ids: list[int], images: Sequence[ImagePatches], reader: 
     return places
 
 
-def prepare_imports() -> None:
+def import_classes(names: Iterable[str]) -> None:
+    """Import classes of a model in this process, so that vLLM does not start another one to inspect them.
+
+    The other process takes seconds, and runs without the changes of `prepare_environment`.
+    """
+    for name in names:
+        if name not in ModelRegistry.models:
+            continue
+        model = ModelRegistry.models[name]
+        try:
+            found = model.load_model_cls()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "torchvision":
+                raise
+            _replace_image_module()
+            found = model.load_model_cls()
+        ModelRegistry.register_model(name, found)
+
+
+def _replace_image_module() -> None:
     """Make vLLM's classes of Qwen's vision-language models importable where torchvision is not.
 
     They import one function from a module of transformers that needs torchvision; its twin for Pillow has the same function.

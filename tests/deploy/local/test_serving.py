@@ -42,8 +42,9 @@ for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.launchers", "vllm.ent
     sys.modules[name] = types.ModuleType(name)
 entry = sys.modules["vllm.entrypoints.launchers.api_server.entry"] = types.ModuleType("entry")
 entry.main = serve
-from offbeat.actor.engines.openai_server import main
-main()
+from offbeat.actor.engines import openai_server
+openai_server.import_model_class = lambda: None
+openai_server.main()
 """
 PROGRAM = (sys.executable, "-c", VLLM_STUB)
 
