@@ -256,6 +256,13 @@ CLAIMS: Mapping[str, Sequence[Contrast]] = {
     "At a lag of 4 that adapter learns more with a range of 0.05 than with one by each completion's length (predicted)": (
         _over("gspo + band 0.05", DEFAULT, ("sums_adapter", 4))
     ),
+    "At a lag of 1 that adapter learns more with a range of 0.05": _over("gspo + band 0.05", DEFAULT, ("sums_adapter", 1)),
+    "From a lag of 1 to one of 4 the default loses reward on that adapter": [
+        Contrast(Side("sums_adapter", DEFAULT, 1), Side("sums_adapter", DEFAULT, 4))
+    ],
+    "At a lag of 4 an adapter that writes sentences learns more with a range of 0.02 than with the default (predicted)": (
+        _over("gspo + band 0.02", DEFAULT, ("sentences_adapter", 4))
+    ),
     "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": [
         Contrast(
             Side("sums_adapter", "cispo", 4),
