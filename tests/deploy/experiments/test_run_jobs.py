@@ -1,4 +1,4 @@
-"""Claims about `deploy.local.jobs`: every job runs once, in order, no more at a time than asked for, and a stop loses none."""
+"""Claims about `deploy.experiments.jobs`: every job runs once, in order, no more than asked at a time; a stop loses none."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
