@@ -145,13 +145,17 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-_SUMS = (
-    "train.groups_per_step=6",
-    "train.micro_batch_tokens=2048",
-    "model.max_length=96",
-    "data.max_prompt_tokens=64",
-    "rollout.max_new_tokens=24",
-)
+def _smollm2(*, max_length: int, max_new_tokens: int) -> tuple[str, ...]:
+    return (
+        "train.groups_per_step=6",
+        "train.micro_batch_tokens=2048",
+        f"model.max_length={max_length}",
+        "data.max_prompt_tokens=64",
+        f"rollout.max_new_tokens={max_new_tokens}",
+    )
+
+
+_SUMS = _smollm2(max_length=96, max_new_tokens=24)
 _ADAPTER = ("train.num_steps=20", "train.learning_rate=2e-4", "lora.rank=16", "critic.learning_rate_factor=0.25")
 _SHORT = ("train.groups_per_step=16", "train.num_steps=100")
 TASKS = {
@@ -173,14 +177,7 @@ TASKS = {
     "sums_adapter": StudyTask(SmolLM2(), (*_SUMS, *_ADAPTER), math_answer, is_chat=True),
     "sentences_adapter": StudyTask(
         SmolLM2(),
-        (
-            "train.groups_per_step=6",
-            "train.micro_batch_tokens=2048",
-            "model.max_length=136",
-            "data.max_prompt_tokens=64",
-            "rollout.max_new_tokens=72",
-            *_ADAPTER,
-        ),
+        (*_smollm2(max_length=136, max_new_tokens=72), *_ADAPTER),
         long_sentence,
         is_chat=True,
         rows=(sentence_rows(NOUNS[NUM_HELD_OUT_NOUNS:]), sentence_rows(NOUNS[:NUM_HELD_OUT_NOUNS])),
