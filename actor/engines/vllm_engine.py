@@ -120,7 +120,7 @@ class VllmEngine:
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
         self._fresh: dict[str, tuple[Sequence[int], Sampling, Sequence[ImagePatches]]] = {}
-        """What `submit` was given for unfinished completions whose prompts may not start on keys of earlier weights."""
+        """Arguments of `submit` for the unfinished completions whose prompts may not start on keys of earlier weights."""
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0

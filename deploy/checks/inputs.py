@@ -47,9 +47,8 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         # A function may import torch itself, and `datasets` does where it finds it installed.
         hides_torch = all(is_json(source) for _, source, _ in _local_sources(config))
         tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch, has_images=bool(config.data.image_field))
-    except SettingError as error:
-        yield Finding("mistake", str(error))
-        return
+    except SettingError:
+        raise
     # transformers raises whatever a broken file makes it raise.
     except Exception as error:  # noqa: BLE001
         reason = " ".join(str(error).split())[:300]

@@ -112,8 +112,8 @@ def _add_actor(stage: Stage) -> str:
 
 
 SCENES = ((8, _kill_actor), (14, _kill_learner), (20, _change_bound), (26, _add_actor))
-"""What happens to the run, and from which step on, once the scene before it is over. A function that plays a scene returns the
-kind of event that ends it, or None to wait for nothing."""
+"""First step of each scene, which begins once the scene before it is over, and the function that plays it. That returns the
+kind of event that ends the scene, or None to wait for nothing."""
 
 
 def run_demo(config: Config, command: Sequence[str], say: Callable[[str], None], *, opens_browser: bool) -> int:

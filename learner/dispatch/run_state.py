@@ -129,6 +129,5 @@ def within_budget(config: Config, failures: LeaseFailures, record: Recorder) -> 
     budget_tokens = config.judge.budget_tokens
     if not config.judge.url or budget_tokens is None:
         return record
-    rows = Path(config.run.dir) / ROWS_FILE
-    earlier = read_rows(rows) if config.run.resume and rows.exists() else ()
+    earlier = read_rows(Path(config.run.dir) / ROWS_FILE) if config.run.resume else ()
     return JudgeBudget(budget_tokens, failures, earlier).noting(record)
