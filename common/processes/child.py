@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Generic, TypeVar
@@ -30,8 +29,6 @@ from offbeat.common.processes.shutdown import PR_SET_PDEATHSIG, die_with_parent
 MARK_VARIABLE = "OFFBEAT_GUARD"
 """Environment variable by which a guard also finds processes that have left its session: whoever starts a guarded process gives
 it a value of its own, which its descendants inherit."""
-KILL_S = 10.0
-"""Longest time that a guard tries to end the processes of its session, or that a killed fork takes to die, in seconds."""
 MAX_BYTES = 64 << 20
 """Largest message, and most bytes that wait for a child that does not read."""
 READ_BYTES = 1 << 18
@@ -94,12 +91,12 @@ class Fork:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait for the death of the killed process, `KILL_S` at most."""
+        """Wait for the death of the killed process, `processes.KILL_S` at most."""
         if self._descriptor is None:
             return
         death = select.poll()
         death.register(self._descriptor, select.POLLIN)
-        death.poll(KILL_S * 1000)
+        death.poll(processes.KILL_S * 1000)
         os.close(self._descriptor)
         self._descriptor = None
         # A child of this process is a zombie until then.
@@ -144,20 +141,14 @@ def _await_end(leader: int) -> None:
 
 
 def _kill_session(leader: int) -> None:
-    """Kill the processes of a session, again until there is none: one may fork before it is killed."""
-    deadline = time.monotonic() + KILL_S
+    """Kill the processes of a session, and those that have left it and bear its mark."""
     mark = os.environ.get(MARK_VARIABLE)
 
     def left() -> set[int]:
         marked = processes.marked(MARK_VARIABLE, mark) if mark else []
         return {*processes.session(leader), *marked} - {os.getpid()}
 
-    while (members := left()) and time.monotonic() < deadline:
-        for pid in members:
-            # It may have ended since, or be another user's.
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    processes.kill_all(left)
 
 
 def framed(message: msgspec.Struct) -> bytes:

@@ -5,10 +5,13 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+KILL_S = 10.0
+"""Longest time that killed processes are waited for, in seconds."""
 TRACKERS_S = 2.0
-"""Seconds that the resource trackers of a killed group have to delete the semaphores and shared memory of the others."""
+"""Seconds that resource trackers have to delete the semaphores and shared memory of processes that were killed."""
 _PARENT, _GROUP, _SESSION, _NUM_THREADS = 1, 2, 3, 17
 """Places among the fields of `_stat`."""
 LOOK_S = 0.01
@@ -50,21 +53,25 @@ def has_ended(pid: int) -> bool:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group, also one whose leader has ended.
+    """Kill a process group, also one whose leader has ended."""
+    kill_all(lambda: _living(_GROUP, leader))
 
-    The group's resource trackers go last: they end by themselves, within milliseconds, once they have deleted the semaphores
-    and the shared memory of the others, which would else stay in /dev/shm.
+
+def kill_all(find: Callable[[], Collection[int]]) -> None:
+    """Kill the processes that `find` returns, again until there are none, or for `KILL_S`: one may fork before it is killed.
+
+    Resource trackers go last: they end by themselves, within milliseconds, once they have deleted the semaphores and the
+    shared memory of the others, which would else stay in /dev/shm.
     """
-    members = _living(_GROUP, leader)
-    trackers = [pid for pid in members if "resource_tracker" in " ".join(arguments(pid))]
-    for pid in set(members) - set(trackers):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + TRACKERS_S
-    while not all(has_ended(pid) for pid in trackers) and time.monotonic() < deadline:
+    started = time.monotonic()
+    while (members := find()) and (waited := time.monotonic() - started) < KILL_S:
+        for pid in members:
+            if waited < TRACKERS_S and "resource_tracker" in " ".join(arguments(pid)):
+                continue
+            # It may have ended since, or be another user's.
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _all() -> list[int]:

@@ -12,12 +12,14 @@ import pytest
 
 SCRIPT = """
 import subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
 from offbeat.common.processes.child import guard_session
 
 guard_session()
+memory = SharedMemory(create=True, size=64)
 child = subprocess.Popen(["sh", "-c", "sleep 60 & echo started; wait"], stdout=subprocess.PIPE, text=True, process_group=0)
 child.stdout.readline()
-print("ready", flush=True)
+print("ready", memory.name, flush=True)
 sys.stdin.read(1)
 """
 
@@ -55,9 +57,12 @@ def test_what_a_guarded_process_has_started_ends_with_it(end: str) -> None:
         text=True,
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        ready, _, name = process.stdout.readline().strip().partition(" ")
+        assert ready == "ready"
+        memory = Path("/dev/shm") / name
+        assert memory.exists()
         # The guard leaves the session a moment after its fork.
-        assert wait_for(lambda: len(session_of(process.pid)) == 3), "the process, its child and its grandchild"
+        assert wait_for(lambda: len(session_of(process.pid)) == 4), "the process, its child, its grandchild, and their tracker"
         if end == "kill":
             process.send_signal(signal.SIGKILL)
         else:
@@ -65,3 +70,4 @@ def test_what_a_guarded_process_has_started_ends_with_it(end: str) -> None:
             process.stdin.close()
         process.wait(10)
     assert wait_for(lambda: session_of(process.pid) == [])
+    assert not memory.exists()

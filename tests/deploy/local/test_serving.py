@@ -9,8 +9,12 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx2
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from offbeat.actor.engines.openai_server import vllm_arguments
 from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.environment import BROKEN_VARIABLE
@@ -49,6 +53,22 @@ openai_server.main()
 PROGRAM = (sys.executable, "-c", VLLM_STUB)
 
 
+QWEN3_5 = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
 def until(claim: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not claim():
@@ -74,6 +94,27 @@ def test_server_is_announced_once_it_answers_and_a_signal_ends_it_with_all_that_
         thread.join(60)
     assert statuses == [0]
     until(lambda: processes.has_ended(grandchild))
+
+
+@pytest.mark.vllm
+@pytest.mark.engine
+def test_language_model_of_qwen3_5_is_served(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(tmp_path)
+    config = AutoConfig.for_model("qwen3_5_text", vocab_size=len(tokenizer), **QWEN3_5)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    stop, port = StopRequest(), free_port("127.0.0.1")
+    served = Served(tmp_path, "vllm", "127.0.0.1", port, vllm_arguments(str(tmp_path), "bfloat16", {}))
+    thread = threading.Thread(target=serve, args=(served, stop))
+    thread.start()
+    try:
+        until(lambda: not thread.is_alive() or serving._answers(served))
+        request = {"model": str(tmp_path), "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        answer = httpx2.post(f"{served.url}/completions", json=request, trust_env=False, timeout=60).json()
+    finally:
+        stop.ask("SIGINT")
+        thread.join(60)
+    assert answer["usage"]["completion_tokens"] == 4
 
 
 def test_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
