@@ -1,5 +1,6 @@
 """Tiny random models of many families, with the settings of transformers that make each one small and unlike the others."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ FAMILIES = {
         "GlmMoeDsaConfig", ROUTED | LATENT | {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}, "indexed_attention"
     ),
     "DeepSeek V3": Family("DeepseekV3Config", ROUTED | LATENT | {"n_group": 2}, None),
+    "Mixtral": Family("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
     "Granite": Family("GraniteConfig", {"logits_scaling": 3.0}, None),
     # Their layers do not hand on what a pack and a paged cache need.
     "StableLM": Family("StableLmConfig", {}, "spans"),
@@ -90,8 +92,23 @@ FAMILIES = {
 }
 
 
-def make_family(folder: Path, name: str, tokenizer: Path) -> None:
-    """Write a model with random weights that every part of it matters for, and the tokenizer of another model."""
+IN_VLLM = {
+    "Gemma 2": {},
+    "Llama 4": {"intermediate_size_mlp": 64, "attention_chunk_size": 128},
+    "Mamba 2": {"intermediate_size": 128},
+    "Falcon-H1": {},
+    "GLM-4.5": {"moe_intermediate_size": 64},
+    "Mixtral": {},
+}
+"""Families that vLLM's kernels for CPUs can run, with sizes that they take besides those of `LARGER`."""
+LARGER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+def make_family(folder: Path, name: str, tokenizer: Path, other: Mapping[str, Any] | None = None) -> None:
+    """Write a model with random weights that every part of it matters for, and the tokenizer of another model.
+
+    `other` are settings that differ from those of `FAMILIES`.
+    """
     import torch
     import transformers
 
@@ -100,7 +117,7 @@ def make_family(folder: Path, name: str, tokenizer: Path) -> None:
     tokens = {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "bos_token_id": None, "pad_token_id": None}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        config = getattr(transformers, family.config_class)(**SHAPE | tokens | family.settings)
+        config = getattr(transformers, family.config_class)(**SHAPE | tokens | family.settings | dict(other or {}))
         model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             # Constants, such as norms, differ; matrices have an effect that can be told from rounding.

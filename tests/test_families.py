@@ -2,7 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
-from tests.families import FAMILIES, make_family
+from tests.families import FAMILIES, IN_VLLM, LARGER, make_family
 from tests.learner.training.trainer_cases import make_config, make_groups
+from tests.weights import buffer_of
 
 pytestmark = pytest.mark.engine
 
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.engine
 SETTINGS = EngineSettings(dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=3, options={})
 
 
-def start(folder: Path, *, records_experts: bool = False) -> Engine:
+def start(folder: Path, *, kind: Literal["transformers", "vllm"] = "transformers", records_experts: bool = False) -> Engine:
     # Of a GPU, transformers would take nearly all memory for three completions.
-    options = {"max_memory_percent": 0.1}
-    return make_engine("transformers", str(folder), SETTINGS._replace(options=options, records_experts=records_experts))
+    options = {"max_memory_percent": 0.1} if kind == "transformers" else {}
+    return make_engine(kind, str(folder), SETTINGS._replace(options=options, records_experts=records_experts))
 
 
 @torch.no_grad()
@@ -67,6 +68,25 @@ def test_a_family_is_trained_published_sampled_and_exported_with_the_same_logpro
     for completion in completions:
         expected = plain_logprobs(plain, [5, 6, 7, 8, 9], completion.token_ids.tolist())
         torch.testing.assert_close(torch.from_numpy(completion.behavior_logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", IN_VLLM)
+def test_vllm_computes_what_the_learner_does_after_every_update(name, tiny_model, tmp_path):
+    make_family(tmp_path, name, tiny_model, LARGER | IN_VLLM[name])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    weights = {name: parameter.data for name, parameter in plain.named_parameters()}
+    before = torch.zeros(7)
+    with closing(start(tmp_path, kind="vllm")) as engine:
+        for version in range(3):
+            engine.load_weights(buffer_of(weights.items()), version, recompute_kv=True)
+            expected = plain_logprobs(plain, [5], [6, 7, 8, 9, 10, 11, 12])
+            scored = torch.as_tensor(engine.score([5, 6, 7, 8, 9, 10, 11, 12]).logprobs)
+            torch.testing.assert_close(scored, expected, atol=1e-4, rtol=0)
+            assert (expected - before).abs().max() > 0.01, "an update that is not loaded would show"
+            before = expected
+            for weight in weights.values():
+                weight.mul_(1.1)
 
 
 def test_cache_is_passed_by_the_name_that_the_model_has_for_it(tiny_model, tmp_path, monkeypatch):

@@ -5,7 +5,10 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -45,8 +48,8 @@ class WeightLoading:
     _replay: WeightReplay | None = None
     """Copies that repeat vLLM's generic reload; None before the first load, and for a model that it does more for than copy."""
     _is_replay_tried: bool = False
-    _mapped: tuple[Address, torch.Tensor] | None = None
-    """The buffer that was loaded last."""
+    _mapped: tuple[Address, dict[str, torch.Tensor]] | None = None
+    """The buffer that was loaded last, as views by name."""
 
     def load_shared_weights(self, address: Address, layout: tuple[TensorSpec, ...]) -> None:
         """Replace the model's parameters by the weights of a `WeightBuffer`, which does not change during the call."""
@@ -75,8 +78,9 @@ class WeightLoading:
             flat = map_bytes(address, buffer_bytes(layout))
             if current_platform.is_cuda():
                 pin(flat.untyped_storage(), torch.cuda.current_device())
-            self._mapped = address, flat
-        return dict(named_views(self._mapped[1], layout))
+            views = dict(named_views(flat, layout))
+            self._mapped = address, released_weights(self.model_runner.model_config, views)
+        return self._mapped[1]
 
     def _learn(self, weights: dict[str, torch.Tensor]) -> None:
         """Load the weights, and learn to load the next ones as copies."""
@@ -109,6 +113,30 @@ class WeightLoading:
         self.model_runner.reset_lora_state()
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Leaves tensors as they lie: a part of a weight stays a view of it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def released_weights(model_config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return views of a mixture's weights by the names of its released folder, which are those that vLLM loads.
+
+    transformers joins the experts of a layer to one tensor, and vLLM takes it for some models only. Weights of a model without
+    experts are returned as they are.
+    """
+    if not any(".experts." in name for name in weights):
+        return weights
+    has_images = model_config.is_multimodal_model
+    kind = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(model_config.model)
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    with _WithoutCopies():
+        return revert_weight_conversion(model, weights)
 
 
 def _obstacle_to_replay(model: nn.Module) -> str | None:
