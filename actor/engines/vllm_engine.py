@@ -181,7 +181,11 @@ class VllmEngine:
         self._finish_steps_in_flight()
         # Worker processes map the memory: other arguments would be pickled and copied through pipes.
         arguments = (weights.address, weights.layout)
-        self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
+        try:
+            self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
+        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+            problem = f"vLLM's class for this model does not take the weights of an update ({one_line(error)})"
+            raise SettingError("actor.engine", "vllm", problem, 'Set actor.engine = "transformers".') from error
         self.policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))
         self.num_loads += 1

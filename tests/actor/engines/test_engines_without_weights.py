@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import EngineSettings
+from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import WEIGHT_FILES
 from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
@@ -47,6 +48,9 @@ def test_weights_of_an_update_are_all_that_the_model_needs(kind, tiny_model: Pat
         done += engine.step()
     assert [completion.segments[0].policy_version for completion in done] == [2]
     assert np.isfinite(done[0].behavior_logprobs).all()
+    if kind == "vllm":
+        with pytest.raises(SettingError, match=r'actor.engine = "vllm": .* does not take the weights .*layers.0.other'):
+            engine.load_weights(buffer_of([("model.layers.0.other", torch.zeros(2))]), 3, recompute_kv=True)
     engine.close()
 
 
