@@ -263,6 +263,10 @@ CLAIMS: Mapping[str, Sequence[Contrast]] = {
     "At a lag of 4 an adapter that writes sentences learns more with a range of 0.02 than with the default (predicted)": (
         _over("gspo + band 0.02", DEFAULT, ("sentences_adapter", 4))
     ),
+    "At a lag of 4 the adapter of `sums_adapter` learns more without any correction than with PPO's clip (predicted)": (
+        _over("reinforce", "grpo", ("sums_adapter", 4))
+    ),
+    "The same of `vespo` and the default (predicted)": _over("vespo", DEFAULT, ("sums_adapter", 4)),
     "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": [
         Contrast(
             Side("sums_adapter", "cispo", 4),
