@@ -34,7 +34,7 @@ PANELS = (
     Panel("prepare", "Before a run", ("check", "explain", "environments", "new", "calibrate", "keygen")),
     Panel("operate", "Operate a RUN", ("status", "set", "scale")),
     Panel("read", "Read a RUN", ("report", "runs", "compare", "samples", "trace", "drift", "audit", "export", "serve")),
-    Panel("experiment", "Compare settings", ("simulate", "replay", "sweep", "study")),
+    Panel("experiment", "Compare settings", ("simulate", "replay", "sweep")),
     Panel("cluster", "On a cluster", ("deploy", "reconcile")),
 )
 """The commands in the order of `offbeat --help`."""

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from docs.study.sampler import ExactSampler
+from docs.study.tasks import LENGTH, TASKS
 from offbeat.common.settings.completion import engine_band
-from offbeat.deploy.experiments.study_tasks import LENGTH, TASKS
 from offbeat.deploy.local.quickstart.prepared import ensure, prepared_folder
-from offbeat.lab.study.sampler import ExactSampler
 from offbeat.learner.calibration.noise_floor import Differences, fit
 from offbeat.learner.objectives.bands import USUAL_NOISE, ClipBand
 from tests.benchmarks.measuring import print_table

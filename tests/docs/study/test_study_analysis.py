@@ -1,8 +1,8 @@
-"""Claims about `lab.study.analysis`, by hand-computed numbers."""
+"""Claims about `docs.study.analysis`, by hand-computed numbers."""
 
 import pytest
 
-from offbeat.lab.study.analysis import (
+from docs.study.analysis import (
     Condition,
     area,
     compare_methods,
@@ -11,7 +11,7 @@ from offbeat.lab.study.analysis import (
     signs_of_collapse,
     steps_to,
 )
-from offbeat.lab.study.trials import Outcome, Point, StudyRow
+from docs.study.trials import Outcome, Point, StudyRow
 
 
 def make_row(

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from docs.study.page import BEGIN, END, heat_map, write_page
+from docs.study.trials import Point, ProbeRow, StudyRow, read_lines, read_rows
 from offbeat.common.errors import SettingError
-from offbeat.lab.study.page import BEGIN, END, heat_map, write_page
-from offbeat.lab.study.trials import Point, ProbeRow, StudyRow, read_lines, read_rows
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -101,4 +101,4 @@ def test_the_page_in_the_docs_is_that_of_its_rows(tmp_path: Path) -> None:
     page = tmp_path / "study.md"
     page.write_text((DOCS / "study.md").read_text())
     for file in write_page(read_rows(DOCS / "study"), read_lines(DOCS / "study/probe.jsonl", ProbeRow), page):
-        assert file.read_bytes() == (DOCS / file.relative_to(tmp_path)).read_bytes(), f"offbeat study docs/study --page {file}"
+        assert file.read_bytes() == (DOCS / file.relative_to(tmp_path)).read_bytes(), f"docs.study --page {file}"

@@ -1,4 +1,4 @@
-"""Claims about `deploy.experiments.study_runs` and `offbeat study`: trials run once, rows are kept, and a stop loses none."""
+"""Claims about `python -m docs.study`: trials run once, rows are kept, and a stop loses none."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from offbeat.common.errors import SettingError
-from offbeat.common.processes.shutdown import StopRequest
-from offbeat.deploy.cli.main import make_app
-from offbeat.deploy.experiments import study_runs
-from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
-from offbeat.deploy.experiments.study_runs import make_config, run_study, settings_of
-from offbeat.deploy.experiments.study_tasks import MAIN_TASKS, TASKS
-from offbeat.lab.study.trials import (
+from docs.study import runs as study_runs
+from docs.study.__main__ import app
+from docs.study.runs import make_config, run_study, settings_of
+from docs.study.tasks import MAIN_TASKS, TASKS
+from docs.study.trials import (
     OF_MIXTURES,
     PROBE_FILE,
     Point,
@@ -28,6 +25,9 @@ from offbeat.lab.study.trials import (
     read_lines,
     read_rows,
 )
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
 
 
 def row_of(trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
@@ -75,7 +75,7 @@ def probed(fake_runs: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def study(*arguments: str) -> str:
-    result = CliRunner().invoke(make_app(), ["study", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 

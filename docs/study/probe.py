@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from docs.study.exact_run import ExactRun, TaskPrompt
+from docs.study.trials import ProbeRow
 from offbeat.common.settings.config import Config
-from offbeat.lab.study.exact_run import ExactRun, TaskPrompt
-from offbeat.lab.study.trials import ProbeRow
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer
 

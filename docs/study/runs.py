@@ -16,6 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from docs.study import trials
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.shutdown import StopRequest, die_with_parent
 from offbeat.common.settings.checks import check
@@ -23,7 +24,6 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load
 from offbeat.deploy.cli.arguments import QUICKSTART
 from offbeat.deploy.experiments.jobs import alone_in, run_jobs
-from offbeat.lab.study import trials
 
 RUNS_PER_PROCESS = 20
 """A process ends after as many runs, because DeepSpeed's modules are never freed."""
@@ -127,7 +127,7 @@ def run_trial(trial: trials.StudyTrial) -> trials.StudyRow:
     """Run a trial in this process, on one thread."""
     import torch
 
-    from offbeat.lab.study.exact_run import run_exactly
+    from docs.study.exact_run import run_exactly
 
     torch.set_num_threads(1)
     started = time.process_time()
@@ -146,10 +146,10 @@ def run_trial(trial: trials.StudyTrial) -> trials.StudyRow:
 
 
 def probe_lag(task: str, lag: int, seed: int, chosen: Sequence[str]) -> list[trials.ProbeRow]:
-    """Measure the gradients of these methods at one staleness in this process, on one thread; see `lab.study.probe`."""
+    """Measure the gradients of these methods at one staleness in this process, on one thread; see `docs.study.probe`."""
     import torch
 
-    from offbeat.lab.study.probe import probe
+    from docs.study.probe import probe
 
     torch.set_num_threads(1)
     configs = {method: make_config(trials.StudyTrial(task, method, lag, 0.0, seed)) for method in (trials.BASELINE, *chosen)}
@@ -181,7 +181,7 @@ def _begin_process(parent_pid: int) -> None:
 
 def _task(name: str):
     # Imported here: it imports torch, for which a process is prepared first.
-    from offbeat.deploy.experiments.study_tasks import TASKS
+    from docs.study.tasks import TASKS
 
     return TASKS[name]
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from docs.study.sampler import ExactSampler, Sampled
+from docs.study.trials import Outcome, Point
 from offbeat.common.settings.config import Config
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.lab.study.sampler import ExactSampler, Sampled
-from offbeat.lab.study.trials import Outcome, Point
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.plan import why_hopeless
 from offbeat.learner.diagnostics.batch_metrics import Metrics

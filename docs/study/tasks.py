@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import AutoTokenizer
 
+from docs.study.exact_run import TaskPrompt
 from offbeat.actor.rewards.functions import exact_match, math_answer
 from offbeat.deploy.local.quickstart.prepared import Recipe, ensure, prepared_folder
 from offbeat.deploy.local.quickstart.pretrained import SmolLM2
 from offbeat.deploy.local.quickstart.tiny_tasks import Reversal
-from offbeat.lab.study.exact_run import TaskPrompt
 
 END_OF_PROMPT = "="
 FILLER = " "

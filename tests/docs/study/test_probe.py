@@ -1,10 +1,10 @@
-"""Claims about `lab.study.probe`, by hand-computed numbers."""
+"""Claims about `docs.study.probe`, by hand-computed numbers."""
 
 import numpy as np
 import pytest
 import torch
 
-from offbeat.lab.study.probe import compare_gradients, distances
+from docs.study.probe import compare_gradients, distances
 
 
 def test_distances_are_those_of_two_distributions() -> None:

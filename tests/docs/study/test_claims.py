@@ -2,9 +2,9 @@
 
 import pytest
 
-from offbeat.lab.study.analysis import Condition, Contrast, Side, claim_verdict, compare_claim, compare_methods
-from offbeat.lab.study.trials import StudyRow
-from tests.lab.study.test_study_page import make_row
+from docs.study.analysis import Condition, Contrast, Side, claim_verdict, compare_claim, compare_methods
+from docs.study.trials import StudyRow
+from tests.docs.study.test_study_page import make_row
 
 SIDES = Contrast(Side("reversal", "gspo", 4), Side("reversal", "grpo", 4))
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from docs.study import analysis
+from docs.study.trials import ProbeRow, StudyRow
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import number
 from offbeat.common.pages.page import render
-from offbeat.lab.study import analysis
-from offbeat.lab.study.trials import ProbeRow, StudyRow
 from offbeat.lab.sweep.estimates import PAIRED_CONFIDENCE
 
 _LOW, _MIDDLE, _HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)
@@ -46,7 +46,7 @@ def _color(reward: float) -> str:
     return "#" + "".join(f"{round(first + place * (second - first)):02x}" for first, second in zip(start, end, strict=True))
 
 
-BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by `python -m docs.study --page` -->", "<!-- end of results -->"
 
 
 def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:

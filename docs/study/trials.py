@@ -207,7 +207,7 @@ PROBE_FILE = "probe.jsonl"
 
 
 class ProbeRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One method's gradient at one policy: a line of `probe.jsonl`. `lab.study.probe` has the definitions."""
+    """One method's gradient at one policy: a line of `probe.jsonl`. `docs.study.probe` has the definitions."""
 
     task: str
     method: str

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.lab.study.trials import BASELINE, DEFAULT, LEAST_WIDTH, Point, StudyRow
+from docs.study.trials import BASELINE, DEFAULT, LEAST_WIDTH, Point, StudyRow
 from offbeat.lab.sweep import estimates
 
 TARGET = 0.9

@@ -1,13 +1,13 @@
-"""Claims about `lab.study.trials`: which runs there are, and that a row is written whole or not at all."""
+"""Claims about `docs.study.trials`: which runs there are, and that a row is written whole or not at all."""
 
 from pathlib import Path
 
 import pytest
 
+from docs.study.trials import Point, StudyRow, StudyTrial, append_row, left_to_do, make_trials, methods, read_rows
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.loading import load
 from offbeat.common.settings.objectives import DEFAULTS
-from offbeat.lab.study.trials import Point, StudyRow, StudyTrial, append_row, left_to_do, make_trials, methods, read_rows
 
 CELL = StudyTrial("reversal", "gspo", 4, 0.0, 1)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from offbeat.deploy.experiments.study_tasks import FORK, LENGTH, TASKS, Progression, long_sentence
+from docs.study.tasks import FORK, LENGTH, TASKS, Progression, long_sentence
 
 
 def test_every_prompt_is_there_once_with_the_numbers_that_follow() -> None:

@@ -1,4 +1,4 @@
-"""Claims about `lab.study.sampler`: its log-probs are those of the weights, however rows are padded and taken out."""
+"""Claims about `docs.study.sampler`: its log-probs are those of the weights, however rows are padded and taken out."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from docs.study.sampler import ExactSampler, Sampled
 from offbeat.common.models.routing import record_routing
-from offbeat.lab.study.sampler import ExactSampler, Sampled
 from tests.weights import buffer_of
 
 pytestmark = pytest.mark.slow

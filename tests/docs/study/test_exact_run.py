@@ -1,4 +1,4 @@
-"""Claims about `lab.study.exact_run`: the lag is exact, the trainer is the learner's, and runs are made anew by their seed."""
+"""Claims about `docs.study.exact_run`: the lag is exact, the trainer is the learner's, and runs are made anew by their seed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from docs.study import exact_run, probe
+from docs.study.exact_run import RunResult, TaskPrompt, run_exactly
+from docs.study.sampler import ExactSampler
 from offbeat.common.settings.completion import complete
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.lab.study import exact_run, probe
-from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly
-from offbeat.lab.study.sampler import ExactSampler
 from offbeat.lab.sweep import plan as hopeless
 from offbeat.learner.diagnostics.batch_metrics import Metrics
 from offbeat.learner.leases.groups import Group

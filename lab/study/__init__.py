@@ -1,1 +1,0 @@
-"""The study "What survives staleness?": exact runs, their rows, and the page about them."""
