@@ -25,6 +25,7 @@ def names(folder: Path) -> list[tuple[str | None, str]]:
     return [(sender.role, sender.name) for sender in read_allowed_keys(folder / "allowed_keys").values()]
 
 
+@pytest.mark.slow
 def test_what_the_command_prints_is_a_config_with_which_everybody_gets_keys(tmp_path: Path, monkeypatch) -> None:
     result = keygen(tmp_path, "keys", "actor-0", "gpu-*", "--operator", "me")
     assert result.returncode == 0, result.stderr

@@ -9,6 +9,8 @@ from docs.study.page import BEGIN, END, heat_map, write_page
 from docs.study.trials import Point, ProbeRow, StudyRow, read_lines, read_rows
 from offbeat.common.errors import SettingError
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[3] / "docs"
 
 

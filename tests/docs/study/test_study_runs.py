@@ -29,6 +29,8 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.experiments.jobs import FolderBusyError, alone_in
 
+pytestmark = pytest.mark.slow
+
 
 def row_of(trial: StudyTrial, settings: tuple[str, ...]) -> StudyRow:
     return StudyRow(*trial, settings, "finished", 150, 0.5, 36.0, (Point(0, 0.1), Point(150, 0.5)))

@@ -7,6 +7,8 @@ import pytest
 
 from docs.study.tasks import FORK, LENGTH, TASKS, Progression, long_sentence
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_prompt_is_there_once_with_the_numbers_that_follow() -> None:
     rows = list(Progression().rows(random.Random(0)))

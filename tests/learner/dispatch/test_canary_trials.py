@@ -5,10 +5,11 @@ import pytest
 
 from tests.learner.dispatch.canary_trials import ENGINES, Case, Engine, Trial, cases
 
+pytestmark = pytest.mark.slow
+
 RIGHT = np.zeros(2 * 64 - 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_updates"),
     [
