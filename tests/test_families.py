@@ -2,7 +2,8 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Literal, cast
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -87,6 +88,24 @@ def test_vllm_computes_what_the_learner_does_after_every_update(name, tiny_model
             before = expected
             for weight in weights.values():
                 weight.mul_(1.1)
+
+
+@pytest.mark.vllm
+def test_weights_of_an_expert_are_views_or_keep_their_names(tiny_model, tmp_path, monkeypatch):
+    from offbeat.actor.engines import vllm_worker
+
+    make_family(tmp_path, "Mixtral", tiny_model)
+    config = cast(Any, SimpleNamespace(model=str(tmp_path), is_multimodal_model=False))
+    joined = torch.arange(4 * 48 * 16.0).view(4, 48, 16)
+    weights = {"model.layers.0.mlp.experts.gate_up_proj": joined}
+    released = vllm_worker.released_weights(config, weights)
+    third = released["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    torch.testing.assert_close(third, joined[2, 24:])
+    joined.mul_(2)
+    torch.testing.assert_close(third, joined[2, 24:])
+    copied = {"another": torch.zeros(1)}
+    monkeypatch.setattr(vllm_worker, "revert_weight_conversion", lambda model, weights: copied)
+    assert vllm_worker.released_weights(config, weights) is weights
 
 
 def test_cache_is_passed_by_the_name_that_the_model_has_for_it(tiny_model, tmp_path, monkeypatch):

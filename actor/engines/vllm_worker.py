@@ -126,7 +126,7 @@ def released_weights(model_config: ModelConfig, weights: dict[str, torch.Tensor]
     """Return views of a mixture's weights by the names of its released folder, which are those that vLLM loads.
 
     transformers joins the experts of a layer to one tensor, and vLLM takes it for some models only. Weights of a model without
-    experts are returned as they are.
+    experts are returned as they are, and so are those whose released form is computed from them: it would not follow updates.
     """
     if not any(".experts." in name for name in weights):
         return weights
@@ -136,7 +136,9 @@ def released_weights(model_config: ModelConfig, weights: dict[str, torch.Tensor]
     with torch.device("meta"):
         model = kind.from_config(config)
     with _WithoutCopies():
-        return revert_weight_conversion(model, weights)
+        released = revert_weight_conversion(model, weights)
+    buffers, sources = ({tensor.untyped_storage().data_ptr() for tensor in named.values()} for named in (weights, released))
+    return released if sources <= buffers else weights
 
 
 def _obstacle_to_replay(model: nn.Module) -> str | None:

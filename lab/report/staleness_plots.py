@@ -64,7 +64,8 @@ def clip_fraction(history: RunHistory) -> figures.Plot:
     caption = (
         "Share of a completion's tokens whose ratio left the clip band, averaged over completions (of a sequence ratio all or "
         "none of its tokens): PPO's clip takes the gradient of the two strong colors, "
-        "and leaves that of the two pale ones (A < 0, above, no more than loss.dual_clip leaves, where that is set)."
+        "and leaves that of the two pale ones (A < 0, above, no more than loss.dual_clip leaves, where that is set). "
+        "The objectives cispo and ce_gppo leave a bounded gradient of all four."
     )
     traces: list[figures.Trace] = []
     steps: list[float] = []
