@@ -266,7 +266,15 @@ CLAIMS: Mapping[str, Sequence[Contrast]] = {
     "At a lag of 4 the adapter of `sums_adapter` learns more without any correction than with PPO's clip (predicted)": (
         _over("reinforce", "grpo", ("sums_adapter", 4))
     ),
-    "The same of `vespo` and the default (predicted)": _over("vespo", DEFAULT, ("sums_adapter", 4)),
+    "At a lag of 4 that adapter learns more by `cispo` than by `grpo`": _over("cispo", "grpo", ("sums_adapter", 4)),
+    "The lead of `cispo` over `grpo` there is larger than at a lag of 1 (predicted)": [
+        Contrast(
+            Side("sums_adapter", "cispo", 4),
+            Side("sums_adapter", "grpo", 4),
+            (Side("sums_adapter", "cispo", 1), Side("sums_adapter", "grpo", 1)),
+        )
+    ],
+    "At a lag of 4 `vespo` leads the default there (predicted)": _over("vespo", DEFAULT, ("sums_adapter", 4)),
     "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": [
         Contrast(
             Side("sums_adapter", "cispo", 4),
