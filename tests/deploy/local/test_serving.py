@@ -69,8 +69,8 @@ QWEN3_5 = {
 }
 
 
-def until(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def until(claim: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
     while not claim():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -98,6 +98,7 @@ def test_server_is_announced_once_it_answers_and_a_signal_ends_it_with_all_that_
 
 @pytest.mark.vllm
 @pytest.mark.engine
+@pytest.mark.timeout(360)
 def test_language_model_of_qwen3_5_is_served(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.save_pretrained(tmp_path)
@@ -108,7 +109,7 @@ def test_language_model_of_qwen3_5_is_served(tiny_model: Path, tmp_path: Path) -
     thread = threading.Thread(target=serve, args=(served, stop))
     thread.start()
     try:
-        until(lambda: not thread.is_alive() or serving._answers(served))
+        until(lambda: not thread.is_alive() or serving._answers(served), limit_s=300)
         request = {"model": str(tmp_path), "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
         answer = httpx2.post(f"{served.url}/completions", json=request, trust_env=False, timeout=60).json()
     finally:
