@@ -40,7 +40,7 @@ settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=
 settings.load_profile("offbeat")
 
 SLOW_MARKERS = ("engine", "service", "slow")
-LANES = ("chaos", "real_model")
+LANES = ("chaos", "real_model", "serving")
 """Markers of tests that only run where `-m` names them."""
 SLOW_FILE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOW_MARKERS)})\b", re.MULTILINE)
 TEST_FUNCTION = re.compile(r"^def test_", re.MULTILINE)

@@ -98,6 +98,7 @@ def test_server_is_announced_once_it_answers_and_a_signal_ends_it_with_all_that_
 
 @pytest.mark.vllm
 @pytest.mark.engine
+@pytest.mark.serving
 @pytest.mark.timeout(360)
 def test_language_model_of_qwen3_5_is_served(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
