@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.actor.engines.openai_server import vllm_arguments
 from offbeat.common.errors import SettingError
@@ -25,6 +23,7 @@ from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.local import serving
 from offbeat.deploy.local.launcher import free_port
 from offbeat.deploy.local.serving import Served, check_address, model_folder, serve
+from tests.families import LARGER, make_family
 from tests.learner.training.trainer_cases import make_config
 
 VLLM_STUB = """
@@ -51,22 +50,6 @@ openai_server.import_model_class = lambda: None
 openai_server.main()
 """
 PROGRAM = (sys.executable, "-c", VLLM_STUB)
-
-
-QWEN3_5 = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
 
 
 def until(claim: Callable[[], bool], limit_s: float = 60) -> None:
@@ -101,10 +84,7 @@ def test_server_is_announced_once_it_answers_and_a_signal_ends_it_with_all_that_
 @pytest.mark.serving
 @pytest.mark.timeout(360)
 def test_language_model_of_qwen3_5_is_served(tiny_model: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.save_pretrained(tmp_path)
-    config = AutoConfig.for_model("qwen3_5_text", vocab_size=len(tokenizer), **QWEN3_5)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    make_family(tmp_path, "Qwen3.5", tiny_model, LARGER | {"linear_key_head_dim": 128, "linear_value_head_dim": 128})
     stop, port = StopRequest(), free_port("127.0.0.1")
     served = Served(tmp_path, "vllm", "127.0.0.1", port, vllm_arguments(str(tmp_path), "bfloat16", {}))
     thread = threading.Thread(target=serve, args=(served, stop))
