@@ -189,10 +189,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup() -> None:
-    """Let DeepSpeed forget a process group that a test of vLLM has destroyed, which the next trainer would take for its own."""
+    """Let DeepSpeed forget process groups that a test of vLLM has destroyed, which the next trainer would take for its own."""
     comm, dist = sys.modules.get("deepspeed.comm.comm"), sys.modules.get("torch.distributed")
     if comm is not None and dist is not None and not dist.is_initialized():
         vars(comm)["cdb"] = None
+        vars(sys.modules["deepspeed.utils.groups"])["_WORLD_GROUP"] = None
 
 
 def pytest_runtest_teardown() -> None:
