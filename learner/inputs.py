@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from offbeat.common.errors import SettingError
 from offbeat.common.models import folders
@@ -161,9 +159,7 @@ def without_this_machine(config: Config) -> Config:
 
 def _obstacle(model: Path, layout: tuple[TensorSpec, ...], *, has_images: bool) -> str | None:
     """Return why the model's config and the weights of an update do not make the whole model; None where they do."""
-    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    with torch.device("meta"):
-        made = kind.from_config(AutoConfig.from_pretrained(model))
+    made = folders.make_without_weights(model, has_images=has_images)
     state = made.state_dict().keys()
     buffers = [name for name, _ in made.named_buffers() if name in state]
     if buffers:

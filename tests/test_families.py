@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.utils.generic import ModelOutput
 
 from offbeat.actor.engines.batches import OwnCaches
@@ -19,7 +19,7 @@ from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.families import FAMILIES, IN_VLLM, LARGER, make_family
 from tests.learner.training.trainer_cases import make_config, make_groups
-from tests.weights import buffer_of
+from tests.weights import check_updates, plain_logprobs
 
 pytestmark = pytest.mark.engine
 
@@ -31,13 +31,6 @@ def start(folder: Path, *, kind: Literal["transformers", "vllm"] = "transformers
     # Of a GPU, transformers would take nearly all memory for three completions.
     options = {"max_memory_percent": 0.1} if kind == "transformers" else {}
     return make_engine(kind, str(folder), SETTINGS._replace(options=options, records_experts=records_experts))
-
-
-@torch.no_grad()
-def plain_logprobs(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    ids = torch.tensor([prompt + completion])
-    logprobs = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
-    return logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,18 +69,8 @@ def test_a_family_is_trained_published_sampled_and_exported_with_the_same_logpro
 def test_vllm_computes_what_the_learner_does_after_every_update(name, tiny_model, tmp_path):
     make_family(tmp_path, name, tiny_model, LARGER | IN_VLLM[name])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    weights = {name: parameter.data for name, parameter in plain.named_parameters()}
-    before = torch.zeros(7)
     with closing(start(tmp_path, kind="vllm")) as engine:
-        for version in range(3):
-            engine.load_weights(buffer_of(weights.items()), version, recompute_kv=True)
-            expected = plain_logprobs(plain, [5], [6, 7, 8, 9, 10, 11, 12])
-            scored = torch.as_tensor(engine.score([5, 6, 7, 8, 9, 10, 11, 12]).logprobs)
-            torch.testing.assert_close(scored, expected, atol=1e-4, rtol=0)
-            assert (expected - before).abs().max() > 0.01, "an update that is not loaded would show"
-            before = expected
-            for weight in weights.values():
-                weight.mul_(1.1)
+        check_updates(engine, plain, [5, 6, 7, 8, 9, 10, 11, 12], times=1.1, atol=1e-4)
 
 
 @pytest.mark.vllm

@@ -2,10 +2,10 @@
 
 import functools
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from offbeat.actor.engines.engine import spoil
 from offbeat.actor.engines.weight_replay import NotReplayableError, Packer, WeightReplay, learn
+from offbeat.common.models.folders import make_without_weights
 from offbeat.common.weights.flat import Address, buffer_bytes, map_bytes, named_views, pin
 from offbeat.protocols.messages import TensorSpec
 
@@ -130,15 +131,14 @@ def released_weights(model_config: ModelConfig, weights: dict[str, torch.Tensor]
     """
     if not any(".experts." in name for name in weights):
         return weights
-    has_images = model_config.is_multimodal_model
-    kind = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(model_config.model)
-    with torch.device("meta"):
-        model = kind.from_config(config)
+    model = make_without_weights(Path(model_config.model), has_images=model_config.is_multimodal_model)
     with _WithoutCopies():
         released = revert_weight_conversion(model, weights)
-    buffers, sources = ({tensor.untyped_storage().data_ptr() for tensor in named.values()} for named in (weights, released))
-    return released if sources <= buffers else weights
+    return released if _storages(released) <= _storages(weights) else weights
+
+
+def _storages(weights: dict[str, torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
 
 
 def _obstacle_to_replay(model: nn.Module) -> str | None:

@@ -148,6 +148,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise SettingError("model.path", str(folder), problem, "Save it again: tokenizer.save_pretrained(FOLDER).") from error
 
 
+def make_without_weights(folder: Path, *, has_images: bool) -> Any:
+    """Return a folder's model, a `PreTrainedModel`, with parameters that have no memory; without images its language model."""
+    # Takes seconds to import.
+    import torch
+    import transformers
+
+    kind = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(transformers.AutoConfig.from_pretrained(folder))
+
+
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that the model goes on from, after those that its tokenizer puts before every text."""
     token_ids = list(tokenizer.encode(text))

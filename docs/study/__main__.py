@@ -7,7 +7,6 @@
 Run it in the repository's folder. docs/study.md has the method and the results.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,9 +27,10 @@ from docs.study.trials import (
 )
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.environment import prepare_environment
-from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, USER_ERROR_STATUS, StopRequest
+from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, StopRequest
 from offbeat.common.records.logs import configure_logs
 from offbeat.deploy.cli.arguments import ShardText, read_shard, split_list, split_numbers
+from offbeat.deploy.cli.main import run
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -118,14 +118,5 @@ def _noises(text: str) -> list[float]:
     return noises
 
 
-def main() -> None:
-    """Run the command line."""
-    try:
-        app()
-    except SettingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR_STATUS)
-
-
 if __name__ == "__main__":
-    main()
+    run(app)

@@ -211,6 +211,11 @@ def _over(method: str, other: str, *places: tuple[str, int]) -> tuple[Contrast, 
     return tuple(Contrast(Side(task, method, lag), Side(task, other, lag)) for task, lag in places)
 
 
+def _lead_grows(method: str, other: str, task: str, *, lag: int, more_than_at: int) -> tuple[Contrast, ...]:
+    late, early = ((Side(task, method, at), Side(task, other, at)) for at in (lag, more_than_at))
+    return (Contrast(*late, early),)
+
+
 _LATE = tuple((task, lag) for task in ("reversal", "reversal_moe", "progression") for lag in (16, 64))
 
 CLAIMS: Mapping[str, Sequence[Contrast]] = {
@@ -267,21 +272,13 @@ CLAIMS: Mapping[str, Sequence[Contrast]] = {
         _over("reinforce", "grpo", ("sums_adapter", 4))
     ),
     "At a lag of 4 that adapter learns more by `cispo` than by `grpo`": _over("cispo", "grpo", ("sums_adapter", 4)),
-    "The lead of `cispo` over `grpo` there is larger than at a lag of 1 (predicted)": [
-        Contrast(
-            Side("sums_adapter", "cispo", 4),
-            Side("sums_adapter", "grpo", 4),
-            (Side("sums_adapter", "cispo", 1), Side("sums_adapter", "grpo", 1)),
-        )
-    ],
+    "The lead of `cispo` over `grpo` there is larger than at a lag of 1 (predicted)": (
+        _lead_grows("cispo", "grpo", "sums_adapter", lag=4, more_than_at=1)
+    ),
     "At a lag of 4 `vespo` leads the default there (predicted)": _over("vespo", DEFAULT, ("sums_adapter", 4)),
-    "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": [
-        Contrast(
-            Side("sums_adapter", "cispo", 4),
-            Side("sums_adapter", DEFAULT, 4),
-            (Side("sums_adapter", "cispo", 0), Side("sums_adapter", DEFAULT, 0)),
-        )
-    ],
+    "The lead of `cispo` over the default on that adapter is larger at a lag of 4 than at 0 (predicted)": (
+        _lead_grows("cispo", DEFAULT, "sums_adapter", lag=4, more_than_at=0)
+    ),
 }
 """Claims with the differences that each is about."""
 
